@@ -8,6 +8,7 @@ import time
 import pytest
 from ganger.v1 import node_pb2
 from ganger.wire import times
+from ganger.wire.errors import BookingNotFound
 from kit.canned import Call, CannedMaster
 
 Output = pytest.CaptureFixture[str]
@@ -41,10 +42,12 @@ def test_create_sends_nodes_times_and_users(call: Call, master: CannedMaster, ca
         ("--start", "2001-01-01T08:00", "--start: 2001-01-01 08:00:00 has passed\n"),
         ("--start", "25:00", "--start: '25:00' is no time of day; a duration is written 90m or 2h30m\n"),
         ("--duration", "long", "--duration: 'long' is not a duration"),
+        ("--users", " ,", "--users: ' ,' names no user; leave it out for maintenance"),
+        ("--users", "", "--users: '' names no user"),
         ("--lead", "x", "--lead: 'x' is not a duration"),
     ],
 )
-def test_times_that_are_none_are_refused(
+def test_times_and_users_that_are_none_are_refused(
     call: Call, master: CannedMaster, flag: str, text: str, told: str, capsys: Output
 ) -> None:
     words = {"--nodes": "n1", "--start": "1h", "--duration": "1h", flag: text}
@@ -114,6 +117,11 @@ def test_delete_names_what_is_deleted_and_without_any_a_script_reads_nothing(
     assert call("reserve", "delete", "a", "b") == 0
     assert [request.name for request in master.requests[-2:]] == ["a", "b"]
     assert capsys.readouterr().out == "deleted reservation a\ndeleted reservation b\n"
+    master.failing = BookingNotFound("there is no reservation 'a': there are none")
+    assert call("reserve", "delete", "a", "b") == 3
+    said = capsys.readouterr()
+    assert said.out == "deleted reservation b\n"
+    assert "there is no reservation 'a'" in said.err
     assert call("reserve") == 0
     said = capsys.readouterr()
     assert (said.out, said.err) == ("", "no reservations\n")

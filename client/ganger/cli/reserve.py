@@ -11,6 +11,7 @@ from ganger.cli.options import json_option, open_client
 from ganger.console import CommandError, ExitCode, print_json, print_pairs, print_table, visible
 from ganger.text import format_duration, parse_duration
 from ganger.wire import times
+from ganger.wire.errors import BookingNotFound
 
 if TYPE_CHECKING:
     from ganger.v1.node_pb2 import Booking
@@ -34,12 +35,12 @@ def reserve(context: click.Context, as_json: bool) -> None:
 @click.option("--nodes", required=True, metavar="NODES", help="Names and ranges: gpu[01-08],big.")
 @click.option("--start", required=True, metavar="TIME", help="2026-12-24T18:00, 18:00, 6h from now, or now.")
 @click.option("--duration", required=True, metavar="TIME", help="How long, e.g. 4h.")
-@click.option("--users", default="", metavar="USERS", help="Only these users' jobs, ann,bob; without: maintenance.")
+@click.option("--users", metavar="USERS", help="Only these users' jobs, ann,bob; without: maintenance.")
 @click.option("--lead", metavar="TIME", help="How long before the start the nodes are emptied. Default 10m.")
 @click.option("--reason", "-m", default="", metavar="TEXT", help="Shown to users.")
 @json_option
 def create(
-    name: str, nodes: str, start: str, duration: str, users: str, lead: str | None, reason: str, as_json: bool
+    name: str, nodes: str, start: str, duration: str, users: str | None, lead: str | None, reason: str, as_json: bool
 ) -> None:
     """Reserve nodes. Their jobs are moved away before, and none is started that could not leave or end in time."""
     from ganger.v1.node_pb2 import Booking
@@ -50,7 +51,7 @@ def create(
         nodes=nodes,
         start_time=times.timestamp(begin),
         end_time=times.timestamp(begin + length),
-        users=[user.strip() for user in users.split(",") if user.strip()],
+        users=[] if users is None else _users(users),
         lead=None if lead is None else times.duration(_duration("--lead", lead)),
         reason=reason,
     )
@@ -94,9 +95,16 @@ def show(name: str, as_json: bool) -> None:
 def delete(names: tuple[str, ...]) -> None:
     """End reservations, or forget those that have not begun: their nodes take jobs again."""
     with open_client() as client:
+        unknown = []
         for name in names:
-            client.delete_booking(name)
-            print(f"deleted reservation {name}")
+            try:
+                client.delete_booking(name)
+            except BookingNotFound as error:
+                unknown.append(str(error))
+            else:
+                print(f"deleted reservation {name}")
+    if unknown:
+        raise CommandError("; ".join(unknown), ExitCode.NOT_FOUND)
 
 
 def _list(as_json: bool) -> None:
@@ -135,6 +143,14 @@ def _purpose(one: Booking) -> str:
 
 def _local(time_: object) -> str:
     return times.local_datetime(time_).strftime("%Y-%m-%d %H:%M")  # type: ignore[arg-type]
+
+
+def _users(text: str) -> list[str]:
+    """Return the users of a list. Raises UsageError for one without any, which would be maintenance."""
+    users = [user.strip() for user in text.split(",") if user.strip()]
+    if not users:
+        raise click.UsageError(f"--users: {text!r} names no user; leave it out for maintenance")
+    return users
 
 
 def _start(text: str) -> float:
