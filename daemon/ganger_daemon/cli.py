@@ -12,7 +12,8 @@ from typing import Any
 
 import click
 from ganger.console import Directory, Parsed, Within
-from ganger.text import parse_duration, parse_memory
+from ganger.spec_values import parse_positive_duration
+from ganger.text import parse_memory
 
 _SIZE = Parsed(parse_memory, "size")
 
@@ -123,7 +124,7 @@ _SIZE = Parsed(parse_memory, "size")
 )
 @click.option(
     "--health-check-every",
-    type=Parsed(parse_duration, "time"),
+    type=Parsed(parse_positive_duration, "time"),
     default="1m",
     show_default=True,
     envvar="GANGER_DAEMON_HEALTH_CHECK_EVERY",
@@ -131,7 +132,7 @@ _SIZE = Parsed(parse_memory, "size")
 )
 @click.option(
     "--hook-timeout",
-    type=Parsed(parse_duration, "time"),
+    type=Parsed(parse_positive_duration, "time"),
     default="5m",
     show_default=True,
     envvar="GANGER_DAEMON_HOOK_TIMEOUT",

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from daemon.kit import PATIENCE, Cluster, Intents, Observed, in_phase, run, with_changes
 from ganger.agent.v1 import agent_pb2
 from ganger.v1 import job_pb2
 from ganger_daemon.app import Daemon
 from ganger_daemon.claimed_directories import DaemonError
+from ganger_daemon.cli import daemon as daemon_command
 from ganger_daemon.node.hooks import NodeHooks, hook_trouble
 from kit.waiting import eventually
 
@@ -239,6 +241,12 @@ def test_a_daemon_does_not_start_with_a_hook_that_it_cannot_run() -> None:
             await made.daemon("n1", hooks=NodeHooks(epilog=made.directory / "missing"))
 
     run(story)
+
+
+@pytest.mark.parametrize("flag", ["--hook-timeout", "--health-check-every"])
+def test_times_of_hooks_are_longer_than_nothing(flag: str) -> None:
+    found = CliRunner().invoke(daemon_command, ["--node", "n1", flag, "0s"])
+    assert (found.exit_code, flag in found.output, "must be longer than nothing" in found.output) == (2, True, True)
 
 
 def checking(made: Cluster) -> NodeHooks:

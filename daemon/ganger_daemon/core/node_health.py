@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 # Characters of a hook's last line, which is shown as the reason.
 _LINE_MOST = 200
-# Exit codes from here on are a shell's for a program that a signal has killed.
-_FIRST_SIGNAL = 128
+# Exit codes above this one, by the number of a signal, are a shell's for a program that the signal has killed.
+_BEFORE_SIGNALS = 128
+_LAST_SIGNAL = 64
 _CONTROL_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])")
 
 
@@ -41,8 +42,8 @@ def hook_failure(name: str, end: HookEnd, timeout_s: float) -> str:
         how = "ended, and how was not recorded"
     elif end.code == 0:
         return ""
-    elif end.code > _FIRST_SIGNAL:
-        how = f"was killed by signal {end.code - _FIRST_SIGNAL}"
+    elif 0 < end.code - _BEFORE_SIGNALS <= _LAST_SIGNAL:
+        how = f"was killed by signal {end.code - _BEFORE_SIGNALS}"
     else:
         how = f"exited with code {end.code}"
     line = last_line(end.output)
