@@ -14,6 +14,7 @@ from ganger.cluster.refusals import Reason
 from ganger.protocol.gang_orders import Mechanism
 from ganger_master.core import machine
 from ganger_master.core.answers import Done, Refused, Rejected
+from ganger_master.core.approval import find_place, has_place
 from ganger_master.core.bookings import BookingPhase, NodeHold, can_leave, hold_of, phase_of
 from ganger_master.core.commands import BookNodes, Tick, UnbookNodes, UncordonNode
 from ganger_master.core.explain import explain
@@ -312,3 +313,38 @@ def test_a_job_that_ends_in_time_stays_on_a_node_that_is_emptied() -> None:
     assert gang(cluster, number) is not None
     assert gang(cluster, number).epoch == held.epoch  # type: ignore[union-attr]
     assert not cluster.state.nodes[held.nodes[0]].takes_gangs
+
+
+@pytest.mark.parametrize(("user", "stays"), [("zoe", True), ("ann", False)])
+def test_jobs_of_other_users_leave_a_node_whose_booking_begins_at_once(user: str, stays: bool) -> None:
+    cluster = FaultCluster(1, [("n1", SERVER), ("n2", SERVER)])
+    cluster.run_for(5.0)
+    number = started(cluster, replace(job_of(2), command=("train", "2000")), user)
+    held = gang(cluster, number)
+    assert held is not None
+    now = cluster.master.now()
+    cluster.ask(BookNodes(Booking("course", held.nodes, now, now + 600.0, ("zoe",), lead_s=0.0), "olga"))
+    cluster.run_for(60.0)
+    later = gang(cluster, number)
+    assert later is not None
+    assert (later.nodes == held.nodes) is stays
+    assert phase(cluster, number) is GangPhase.RUNNING
+    cluster.check()
+
+
+def test_a_job_leaves_a_node_for_the_only_one_that_is_not_booked_for_others() -> None:
+    nodes = [f"n{number}" for number in range(1, 9)]
+    cluster = FaultCluster(1, [(name, SERVER) for name in nodes])
+    cluster.run_for(5.0)
+    number = started(cluster, replace(job_of(2), command=("train", "2000")))
+    (here,) = gang(cluster, number).nodes  # type: ignore[union-attr]
+    *others, free = [name for name in nodes if name != here]
+    now = cluster.master.now()
+    cluster.ask(BookNodes(Booking("course", tuple(others), now, now + 600.0, ("zoe",), lead_s=0.0), "olga"))
+    found = find_place(cluster.state, cluster.state.jobs[number], frozenset({here}))
+    assert found is not None
+    assert [claim.node for claim in found[0]] == [free]
+    waiting = Drive(8, NEVER_SILENT)
+    waiting.step(BookNodes(replace(COURSE, nodes=tuple(nodes[:-1]), start=10.0), "olga"))
+    at(waiting, 20.0)
+    assert has_place(waiting.state, waiting.job(waiting.submit(job_of(2), "cat")), waiting.now)

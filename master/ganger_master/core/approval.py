@@ -177,8 +177,9 @@ def _is_where_it_rests(state: State, job: JobRecord, claims: Sequence[Claim]) ->
 
 def has_place(state: State, job: JobRecord, now: float) -> bool:
     """Return whether a request of a waiting job would be granted now, had it waited for its wish long enough."""
-    shape = job.shape
-    found = GANDIVA.places(CapacityIndex.of(state.view), PlacementRequest(shape, _PATIENT, limit=_FEW_PLACES))
+    avoid = frozenset([refusal.node for refusal in forbidden_nodes(state, job, now)])
+    request = PlacementRequest(job.shape, _PATIENT, avoid=avoid, limit=_FEW_PLACES)
+    found = GANDIVA.places(CapacityIndex.of(state.view), request)
     return isinstance(judge(state, job, found, state.queue_rank(job.number), now), CandidateApproval)
 
 
@@ -227,7 +228,7 @@ def find_place(
 ) -> tuple[tuple[Claim, ...], LocalityLevel] | None:
     """A place for a job on other nodes than those to avoid, and on none but `within`; None if there is none now."""
     shape = job.shape
-    avoid = avoid | closed_to_image(state, job).keys()
+    avoid = avoid | closed_to_image(state, job).keys() | _closed_nodes(state, job).keys()
     request = PlacementRequest(shape, _PATIENT, avoid=avoid, only=within, limit=_FEW_PLACES)
     for claims in GANDIVA.places(CapacityIndex.of(state.view), request):
         if not judge_change(state, job, claims):
@@ -421,6 +422,13 @@ def _node_rule(job: JobRecord, node: Node, failed: Collection[str]) -> Reason | 
     return None
 
 
+def _closed_nodes(state: State, job: JobRecord) -> dict[str, Reason]:
+    """Return the nodes that a job may not use, whatever is free there, and why."""
+    failed = _launch_failed_on(state, job)
+    found = {name: _node_rule(job, state.nodes[name], failed) for name in state.nodes.choosy}
+    return {name: reason for name, reason in found.items() if reason is not None}
+
+
 def can_become(node: Node, user: str) -> bool:
     """Return whether a node runs jobs of this user, as far as the master can know: a daemon that cannot switch users
     runs all as its own, and one that does runs none as root."""
@@ -432,13 +440,8 @@ def can_become(node: Node, user: str) -> bool:
 
 def forbidden_nodes(state: State, job: JobRecord, now: float) -> tuple[Refusal, ...]:
     """Return why the job may not start on nodes that take gangs now: one refusal for each of these nodes."""
-    found = []
-    failed = _launch_failed_on(state, job)
-    for name in sorted(state.nodes.choosy):
-        node = state.nodes[name]
-        reason = _node_rule(job, node, failed) if node.takes_gangs else None
-        if reason is not None:
-            found.append(_closed(state, job, name, reason))
+    reasons = _closed_nodes(state, job)
+    found = [_closed(state, job, name, reasons[name]) for name in sorted(reasons) if state.nodes[name].takes_gangs]
     closed = {refusal.node for refusal in found}
     booked = {node for booking in state.bookings.values() for node in booking.nodes}
     open_ones = [name for name in booked - closed if name in state.nodes and state.nodes[name].takes_gangs]

@@ -216,9 +216,10 @@ _REFUSED_S = 60.0
 
 
 def follow_drains(state: State, now: float) -> None:
-    """Begin to move the next job off a draining node, or off a device with a fault; one at a time, because each changes
-    the free places."""
-    for name in (*state.nodes.draining, *sorted(state.nodes.faulty)):
+    """Begin to move the next job off a draining node, off one that is reserved for other users, or off a device with a
+    fault; one at a time, because each changes the free places."""
+    reserved = [name for name in state.nodes.booked if name not in state.nodes.draining]
+    for name in (*state.nodes.draining, *reserved, *sorted(state.nodes.faulty)):
         for epoch in list(state.gangs.places_on.get(name, ())):
             gang = state.gangs.get(epoch)
             if gang is not None and _has_to_leave(state, state.nodes[name], gang):
@@ -231,7 +232,7 @@ def _has_to_leave(state: State, node: Node, gang: Gang) -> bool:
     """Return whether a gang has to leave a node."""
     if node.draining or node.faults or faults_under(node, gang):
         return True
-    return node.is_emptied and not bookings.may_stay(state, state.jobs[gang.job], node.booking)
+    return bool(node.booking) and not bookings.may_stay(state, state.jobs[gang.job], node.booking)
 
 
 def _what_it_leaves(state: State, gang: Gang) -> str:
@@ -292,7 +293,8 @@ def _empty(state: State, job: JobRecord, gang: Gang, now: float, node: Node) -> 
     if job.epoch != gang.epoch or job.next_epoch or job.ending is not None or not job.capabilities.known:
         return
     if gang.intent is GangIntent.PARK:
-        if state.policy.migrates and gang.parked_by_plan:
+        # A planner knows of no reservation for other users, so it moves nothing away for one.
+        if state.policy.migrates and gang.parked_by_plan and not node.booked_for:
             return
         _to_storage(state, job, gang, now, cause)
         return

@@ -409,7 +409,8 @@ def settle(state: State, now: float, cause: str) -> None:
             colocation.follow(state)
         if dirty.arrays:
             arrays.follow(state, now)
-        if (state.nodes.draining or state.nodes.faulty) and state.counters.restoring is None:
+        leaves = state.nodes.draining or state.nodes.booked or state.nodes.faulty
+        if leaves and state.counters.restoring is None:
             availability.follow_drains(state, now)
         if not (dirty.jobs or dirty.rows or dirty.sets):
             if dirty.usage:

@@ -71,10 +71,10 @@ def _why_it_leaves(state: State, gang: Gang) -> str:
             return f"its node {name} is drained" + (f" ({node.state_reason})" if node.state_reason else "")
         if node.faults:
             return f"its node {name} is unhealthy ({'; '.join(node.faults.values())})"
-        if node.is_emptied:
-            return f"its node {name} is reserved ({node.booking})"
         if faults := faults_under(node, gang):
             return f"device {faults[0]} of its node {name} is out of service ({node.device_faults[faults[0]]})"
+        if node.booking:
+            return f"its node {name} is reserved ({node.booking})"
     return ""
 
 
