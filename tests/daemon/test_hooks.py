@@ -117,6 +117,18 @@ def test_a_prolog_that_does_not_end_is_killed_and_has_failed() -> None:
     run(story)
 
 
+def test_the_output_of_a_hook_is_kept_small_while_it_runs_and_its_last_line_is_kept() -> None:
+    waits = "while [ $(stat -Lc %s /proc/$$/fd/1) -gt 1048576 ]; do sleep 0.01; done"
+
+    async def story(made: Cluster) -> None:
+        await with_hooks(made, prolog=f"yes | head -c 3000000; echo no disk; {waits}; exit 3")
+        await made.master.want("n1", plain_job(made, "true"))
+        ended = await made.master.until("n1", 1, in_phase(Observed.PHASE_ENDED))
+        assert ended.outcome.node_fault == "prolog exited with code 3: no disk"
+
+    run(story)
+
+
 def test_while_a_prolog_runs_the_daemon_starts_other_gangs_and_a_stop_ends_the_prolog() -> None:
     async def story(made: Cluster) -> None:
         await with_hooks(made, prolog='[ "$GANGER_GPUS" = 1 ] || sleep 600')

@@ -25,10 +25,13 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _SHELL = "/bin/sh"
 # $1: the program, $2: the directory.
 _KEEPER = (
-    'cd /; mkdir -- "$2" || exit; printf %s "$$" >"$2/pid"; "$1" >"$2/output" 2>&1 </dev/null; '
+    'cd /; mkdir -- "$2" || exit; printf %s "$$" >"$2/pid"; "$1" >>"$2/output" 2>&1 </dev/null; '
     'printf %s "$?" >"$2/code.new"; mv -- "$2/code.new" "$2/code"'
 )
 _OUTPUT_BYTES = 4096
+# An output that has grown beyond this is emptied, and how often that is looked at.
+_OUTPUT_MOST = 1 << 20
+_CUT_EVERY_S = 0.1
 # Longest wait for a hook that was killed.
 _KILLED_S = 5.0
 
@@ -73,6 +76,8 @@ class HookRun:
 
     def __init__(self, name: str, directory: Path, timeout_s: float) -> None:
         self._name, self._directory, self._timeout_s = name, directory, timeout_s
+        # The end of what was cut off the output.
+        self._cut = b""
 
     @property
     def is_running(self) -> bool:
@@ -90,14 +95,31 @@ class HookRun:
         keeper = 0
         if not self._directory.exists():
             keeper = await asyncio.to_thread(self._start, program, environment)
-            await _ended(keeper, self._timeout_s)
+            await self._ended(keeper, self._timeout_s)
         # The keeper of a former daemon may have been quicker.
         while (pid := self._running()) and (left_s := self._left_s()) > 0.0:
-            await _ended(pid, left_s)
+            await self._ended(pid, left_s)
         is_late = bool(self._running())
         await self.kill()
         _reap(keeper)
         return HookEnd(self._code(), self._output(), is_late)
+
+    async def _ended(self, pid: int, within_s: float) -> None:
+        """Wait for the end of a process, for some seconds at most, and keep the output small meanwhile. The shell
+        appends, so the hook writes on from the new end."""
+        until = time.monotonic() + within_s
+        while (left_s := until - time.monotonic()) > 0.0:
+            if await _ended(pid, min(left_s, _CUT_EVERY_S)):
+                break
+            self._keep_small()
+        self._keep_small()
+
+    def _keep_small(self) -> None:
+        path = self._directory / "output"
+        with suppress(OSError):
+            if path.stat().st_size > _OUTPUT_MOST:
+                self._cut = self._output()
+                os.truncate(path, 0)
 
     async def kill(self) -> None:
         """Kill the hook with all that it has started in its session."""
@@ -143,9 +165,9 @@ class HookRun:
         try:
             with open_plain(self._directory / "output") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - _OUTPUT_BYTES))
-                return file.read(_OUTPUT_BYTES)
+                return (self._cut + file.read(_OUTPUT_BYTES))[-_OUTPUT_BYTES:]
         except OSError:
-            return b""
+            return self._cut
 
 
 def _reap(pid: int) -> None:
@@ -154,12 +176,12 @@ def _reap(pid: int) -> None:
             os.waitpid(pid, os.WNOHANG)
 
 
-async def _ended(pid: int, within_s: float) -> None:
-    """Wait for the end of a process, for some seconds at most."""
+async def _ended(pid: int, within_s: float) -> bool:
+    """Wait for the end of a process, for some seconds at most. Return whether it has ended."""
     try:
         fd = os.pidfd_open(pid)
     except OSError:
-        return
+        return True
     loop = asyncio.get_running_loop()
     over = asyncio.Event()
     loop.add_reader(fd, over.set)
@@ -170,3 +192,4 @@ async def _ended(pid: int, within_s: float) -> None:
     finally:
         loop.remove_reader(fd)
         os.close(fd)
+    return over.is_set()
