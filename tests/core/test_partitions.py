@@ -14,6 +14,7 @@ from ganger_master.core import machine
 from ganger_master.core.answers import ArrayAnswer, Refused
 from ganger_master.core.approval import judge_change, rules
 from ganger_master.core.commands import (
+    CordonNode,
     DrainNode,
     ProposePlan,
     SubmitArray,
@@ -308,6 +309,15 @@ def test_a_running_job_whose_partition_goes_runs_on_and_a_pending_one_waits() ->
     assert state.jobs[running].state is JobState.HOLDING
     assert [one.reason for one in rules(state, state.jobs[pending])] == [Reason.NO_SUCH_PARTITION]
     assert explain(state, pending, drive.now).assumption.startswith("never in this partition")
+
+
+def test_why_names_no_node_of_another_partition() -> None:
+    drive = drive_of()
+    pending = drive.submit(in_partition("batch", 3), "ann")
+    for node in ("n1", "n2", "n3"):
+        drive.step(CordonNode(node, "new fan", "olga"))
+    blocker = explain(drive.state, pending, drive.now).blockers[0]
+    assert [name in blocker.message for name in ("nodes/n1", "nodes/n2", "nodes/n3")] == [True, True, False]
 
 
 def test_a_running_job_keeps_its_time_limit_and_a_pending_one_gets_the_new_one() -> None:

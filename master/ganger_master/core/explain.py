@@ -151,7 +151,7 @@ def _explain(state: State, job: JobRecord, now: float, has_planner: bool) -> Exp
         text = f"unknown, because it is tried again in {wait:.0f} s, and then has to find a place"
         return Explanation(reported_blockers(state, job), assumption=text)
     if not job.is_waiting:
-        leaving = tuple([as_it_is(state, one) for one in availability.held_up(state, job, now)])
+        leaving = tuple([as_it_is(state, one, job) for one in availability.held_up(state, job, now)])
         stuck = (*_silent_nodes(state, job, now), *leaving)
         if stuck:
             return Explanation(stuck, assumption=_at_rest(state, job))
@@ -319,15 +319,17 @@ def blockers_of(state: State, job: JobRecord, now: float) -> tuple[Refusal, ...]
         # The nodes it may not use are what it lacks.
         found = (*forbidden, *(one for one in found if one.reason is not Reason.NODE_UNAVAILABLE))
     blockers = tuple(_with_keeper(state, job, one) for one in found) or state.blockers_of(job.number)
-    return tuple(as_it_is(state, one) for one in blockers)
+    return tuple(as_it_is(state, one, job) for one in blockers)
 
 
-def as_it_is(state: State, refusal: Refusal) -> Refusal:
+def as_it_is(state: State, refusal: Refusal, job: JobRecord) -> Refusal:
     """Return a refusal with the nodes that take no gangs and the reasons, which only an operator can change. A refusal
-    without a node covers all nodes."""
+    without a node covers all nodes of the job's partition."""
     if refusal.reason is not Reason.NODE_UNAVAILABLE or refusal.detail:
         return refusal
-    closed = [refusal.node] if refusal.node else [name for name in sorted(state.nodes) if not _is_open(state, name)]
+    closed = [refusal.node]
+    if not refusal.node:
+        closed = [name for name in sorted(state.nodes) if _is_inside(state, job, name) and not _is_open(state, name)]
     reported = [_condition(state.nodes[name]) for name in closed[:_NODES_SHOWN] if name in state.nodes]
     more = [f"{len(closed) - _NODES_SHOWN} more"] if len(closed) > _NODES_SHOWN else []
     return replace(refusal, node="", detail="; ".join([*reported, *more]))
@@ -375,6 +377,12 @@ def _once_lost(job: JobRecord) -> str:
 
 
 _NODES_SHOWN = 3
+
+
+def _is_inside(state: State, job: JobRecord, name: str) -> bool:
+    """Return whether a node is in the job's partition. Without topology it is in none."""
+    slot, partition = state.view.slots.get(name), job.partition.name
+    return not partition or (slot is not None and state.view.topologies[slot].is_in(partition))
 
 
 def _is_open(state: State, name: str) -> bool:

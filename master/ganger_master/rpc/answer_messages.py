@@ -325,7 +325,7 @@ class VisibleState:
             gang,
             committed.gangs.get(job.next_epoch),
             # In a list of many jobs not all nodes are looked at for each.
-            blockers=tuple([as_it_is(state, one) if one.node else one for one in reported]),
+            blockers=tuple([as_it_is(state, one, job) if one.node else one for one in reported]),
             queue_rank=state.queue_rank(number),
             sample=self._progress.of(number),
             beside=() if gang is None else colocation.beside(state, gang),
