@@ -16,10 +16,10 @@ from ganger_master.core import machine
 from ganger_master.core.answers import Done, Refused, Rejected
 from ganger_master.core.approval import find_place, has_place
 from ganger_master.core.bookings import BookingPhase, NodeHold, can_leave, hold_of, phase_of
-from ganger_master.core.commands import BookNodes, Tick, UnbookNodes, UncordonNode
+from ganger_master.core.commands import BookNodes, Tick, UnbookNodes, UncordonNode, UpdateJob
 from ganger_master.core.explain import explain
 from ganger_master.core.gang_model import GangPhase, ObservedPhase
-from ganger_master.core.job_model import Agent, Capabilities, JobRecord, JobSpec
+from ganger_master.core.job_model import Agent, Capabilities, JobRecord, JobSpec, Update
 from ganger_master.core.machine import next_wake
 from ganger_master.core.node_health import service_reason
 from ganger_master.core.node_model import Booking, NodeState
@@ -198,6 +198,28 @@ def test_before_a_booking_a_job_starts_there_if_it_ends_in_time_or_can_leave(
     if isinstance(answer, Rejected):
         assert answer.refusals[0].reason is Reason.BOOKED
         assert "give it a --time that ends before" in answer.refusals[0].message
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "is_accepted"),
+    # 0.0 is no limit.
+    [(600.0, 0.0, False), (600.0, 2_000.0, False), (600.0, 700.0, True), (600.0, 60.0, True)],
+)
+@pytest.mark.parametrize("can_leave", [False, True])
+def test_an_update_gives_a_running_job_no_time_that_reaches_a_booking_unless_it_can_leave(
+    old: float, new: float, is_accepted: bool, can_leave: bool
+) -> None:
+    drive = booked(UPGRADE, 1)
+    number = drive.submit(opaque_job(old), "cat")
+    drive.start(number)
+    drive.runs(number)
+    drive.state.put_job(replace(drive.job(number), capabilities=Capabilities(known=True, checkpoint=can_leave)))
+    answer = drive.step(UpdateJob(number, Update(time_limit_s=new), "", "cat"))
+    assert isinstance(answer, Refused) is not (is_accepted or can_leave)
+    if isinstance(answer, Refused):
+        assert answer.reason == "UPDATE_REFUSED"
+        assert "the node is reserved in" in answer.message
+        assert drive.job(number).time_limit_s == old
 
 
 @pytest.mark.parametrize("policy", ["fifo", "las"])

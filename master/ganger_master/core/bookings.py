@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from ganger_master.core import ending
 from ganger_master.core.answers import RefusedError
-from ganger_master.core.job_model import Agent, JobRecord
+from ganger_master.core.job_model import Agent, JobRecord, JobSpec
 from ganger_master.core.node_model import Booking
 
 if TYPE_CHECKING:
@@ -223,6 +223,17 @@ def start_rules(state: State, job: JobRecord, nodes: Collection[str], now: float
             there = sorted(set(booking.nodes).intersection(nodes))
             refusals += [Refusal(Reason.BOOKED, node=node, job=job.name, detail=detail) for node in there]
     return tuple(refusals)
+
+
+def reached_by(state: State, job: JobRecord, spec: JobSpec, now: float) -> str:
+    """Return why a gang may not have a new time limit: it would run into a booking that it avoids by the old one."""
+    gang = state.gangs.get(job.epoch)
+    if gang is None or not state.bookings:
+        return ""
+    before = {one.node for one in start_rules(state, job, gang.nodes, now)}
+    reached = start_rules(state, replace(job, spec=spec), gang.nodes, now)
+    found = next((one.detail for one in reached if one.node not in before), "")
+    return found and f"{job.name} cannot have this time limit: {found}"
 
 
 def _ends_if_started(state: State, job: JobRecord, now: float) -> float:

@@ -16,7 +16,7 @@ from ganger.protocol.gang_orders import Mechanism
 from ganger.text import counted, format_cores, format_duration, format_memory
 from msgspec.structs import replace
 
-from ganger_master.core import answers, commands, ending, events
+from ganger_master.core import answers, bookings, commands, ending, events
 from ganger_master.core.answers import Refused, RefusedError
 from ganger_master.core.events import Decision
 from ganger_master.core.job_model import JobRecord, JobSpec, Submitted, Update, Updated, bytes_of
@@ -315,7 +315,7 @@ _PATHS: Final = {
 def update(state: State, command: commands.UpdateJob, now: float) -> Decision:
     """Update a job, all of it or nothing. The same request again changes nothing, whatever became of the job since."""
     job = find_job(state, command.number)
-    spec = _updated_spec(state, job, command.update, command.request_id)
+    spec = _updated_spec(state, job, command.update, command.request_id, now)
     if spec == job.spec:
         return (), answers.JobAnswer(job.number)
     if not command.may_end:
@@ -336,7 +336,7 @@ def update_array(state: State, command: commands.UpdateArray, now: float) -> Dec
     refused: list[tuple[int, Refused]] = []
     for job in wanted:
         try:
-            specs.append((job.number, _updated_spec(state, job, command.update, command.request_id)))
+            specs.append((job.number, _updated_spec(state, job, command.update, command.request_id, now)))
         except RefusedError as error:
             if error.refused.reason != _NOT_NOW:
                 raise
@@ -425,7 +425,7 @@ def _earlier_update(job: JobRecord, request_id: str) -> Updated | None:
     return next((one for one in job.updates if request_id and one.request_id == request_id), None)
 
 
-def _updated_spec(state: State, job: JobRecord, wanted: Update, request_id: str) -> JobSpec:
+def _updated_spec(state: State, job: JobRecord, wanted: Update, request_id: str, now: float) -> JobSpec:
     known = _earlier_update(job, request_id)
     if known is not None:
         if known.update == wanted:
@@ -438,7 +438,7 @@ def _updated_spec(state: State, job: JobRecord, wanted: Update, request_id: str)
     violations = (*_wrong_update(job.spec, wanted), *wishes)
     if violations:
         raise RefusedError("SPEC_INVALID", f"{job.name} cannot be updated so", {"job": job.name}, violations)
-    _check_now(state, job, spec)
+    _check_now(state, job, spec, now)
     return spec
 
 
@@ -475,7 +475,7 @@ def _wrong_update(spec: JobSpec, wanted: Update) -> Iterator[tuple[str, str]]:
         yield "update.millicores_per_gpu", "the job has no GPUs"
 
 
-def _check_now(state: State, job: JobRecord, spec: JobSpec) -> None:
+def _check_now(state: State, job: JobRecord, spec: JobSpec, now: float) -> None:
     """Raise RefusedError if the state of the job, or the cluster, forbids the new spec."""
     otherwise = _otherwise(job.spec, spec)
     if any(aspect.name in ("partition", "time limit") for aspect in otherwise):
@@ -489,6 +489,7 @@ def _check_now(state: State, job: JobRecord, spec: JobSpec) -> None:
                 f"{job.name} takes turns with others, which is for jobs of one priority and without a time limit: "
                 "suspend it, update it, and resume it"
             )
+        text = text or bookings.reached_by(state, job, spec, now)
     elif job.start_time or job.checkpoint is not None or state.gangs.epochs_of.get(job.number):
         text = (
             f"{job.name} has started: its priority, time limit and name can be changed, "
