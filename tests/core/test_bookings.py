@@ -16,13 +16,14 @@ from ganger_master.core import machine
 from ganger_master.core.answers import Done, Refused, Rejected
 from ganger_master.core.approval import find_place, has_place
 from ganger_master.core.bookings import BookingPhase, NodeHold, can_leave, hold_of, phase_of
-from ganger_master.core.commands import BookNodes, Tick, UnbookNodes, UncordonNode, UpdateJob
+from ganger_master.core.commands import BookNodes, Promise, ProposePlan, Tick, UnbookNodes, UncordonNode, UpdateJob
 from ganger_master.core.explain import explain
 from ganger_master.core.gang_model import GangPhase, ObservedPhase
-from ganger_master.core.job_model import Agent, Capabilities, JobRecord, JobSpec, Update
+from ganger_master.core.job_model import Agent, Capabilities, JobRecord, JobSpec, SuspendLevel, Update
 from ganger_master.core.machine import next_wake
 from ganger_master.core.node_health import service_reason
 from ganger_master.core.node_model import Booking, NodeState
+from ganger_master.core.plan_changes import Goal, Purpose, SuspendChange
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_image import restored
 from hypothesis import given
@@ -291,6 +292,35 @@ def test_at_any_time_a_node_says_what_its_bookings_say(windows: list[tuple[int, 
         hold = hold_of(kept.values(), "n1", drive.now)
         assert (node.booking, node.booked_for) == (hold.booking, hold.users)
         assert node.takes_gangs is (not hold.booking or bool(hold.users))
+
+
+@pytest.mark.parametrize(
+    ("now", "spec", "user", "may"),
+    [
+        (1_500.0, job_of(1), "cat", False),
+        (1_500.0, job_of(1), "ann", True),
+        (500.0, opaque_job(), "cat", False),
+        (500.0, opaque_job(300.0), "cat", True),
+        (2_500.0, opaque_job(), "cat", True),
+    ],
+)
+def test_no_job_is_stopped_and_no_place_is_kept_for_a_job_that_a_booking_keeps_out(
+    now: float, spec: JobSpec, user: str, may: bool
+) -> None:
+    drive = booked(COURSE, 1)
+    victim = drive.submit(job_of(4), "ann")
+    drive.start(victim)
+    drive.runs(victim)
+    at(drive, now)
+    number = drive.submit(spec, user)
+    held = drive.state.gangs[drive.job(victim).epoch].claims
+    drive.step(ProposePlan((), promises=(Promise(number, held),)))
+    assert list(drive.state.queue.promised) == [number] * may
+    purpose = Purpose(Goal.HOLE, number)
+    suspend = SuspendChange(victim, drive.job(victim).revision, level=SuspendLevel.CHECKPOINT, purpose=purpose)
+    answer: Any = drive.step(ProposePlan((suspend,)))
+    (verdict,) = answer.verdicts
+    assert [(one.reason, one.job) for one in verdict.refusals] == [(Reason.BOOKED, f"jobs/{number}")] * (not may)
 
 
 # -- a cluster ---------------------------------------------------------------------------------------------------------

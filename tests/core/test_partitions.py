@@ -12,10 +12,11 @@ from ganger.cluster.resources import Claim
 from ganger.job_state import JobState
 from ganger_master.core import machine
 from ganger_master.core.answers import ArrayAnswer, Refused
-from ganger_master.core.approval import judge_change, rules
+from ganger_master.core.approval import judge_change, may_never_start, rules
 from ganger_master.core.commands import (
     CordonNode,
     DrainNode,
+    Promise,
     ProposePlan,
     SubmitArray,
     SubmitJob,
@@ -25,7 +26,7 @@ from ganger_master.core.commands import (
 from ganger_master.core.explain import explain
 from ganger_master.core.job_model import JobSpec, SuspendLevel, Update
 from ganger_master.core.partitions import NO_TERMS, TIER, Partition, PartitionIndex, PartitionTerms, partitions_of
-from ganger_master.core.plan_changes import MoveChange, SingleChange, StartChange, SuspendChange
+from ganger_master.core.plan_changes import Goal, MoveChange, Purpose, SingleChange, StartChange, SuspendChange
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_image import restored
 from ganger_master.core.teams import Team, limits_of
@@ -355,3 +356,21 @@ def test_a_gang_on_a_node_that_left_its_partition_stays_and_may_get_other_cores(
 
 def replace_of(partition: Partition, **changes: Any) -> Partition:
     return dataclasses.replace(partition, **changes)
+
+
+def test_no_job_is_stopped_and_no_place_is_kept_for_a_job_that_may_not_be_in_its_partition() -> None:
+    drive = drive_of()
+    running = started(drive, in_partition("batch", 2), "n2", "ann")
+    pending = drive.submit(in_partition("urgent", 2), "cat")
+    for users, reasons, kept in ((("dan",), [Reason.PARTITION_CLOSED], []), (("cat",), [None], [pending])):
+        urgent = replace_of(URGENT, users=users, teams=())
+        drive.state = after_restart(drive, settings_of({"batch": BATCH, "urgent": urgent}))
+        is_closed = may_never_start(drive.state, drive.job(pending)) is not None
+        assert (is_closed, may_never_start(drive.state, drive.job(running))) == (not kept, None)
+        drive.step(ProposePlan((), promises=(Promise(pending, claim_on("n2", 2)),)))
+        assert list(drive.state.queue.promised) == kept
+        revision = drive.job(running).revision
+        suspend = SuspendChange(running, revision, level=SuspendLevel.PAUSE, purpose=Purpose(Goal.HOLE, pending))
+        move = MoveChange(running, revision, claim_on("n1", 2), purpose=Purpose(Goal.HOLE, pending))
+        for change in (suspend,) if kept else (move, suspend):
+            assert plan_of(drive, change) == reasons

@@ -16,7 +16,7 @@ from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import CancelJob, ProposePlan, ResumeJob, SuspendJob
 from ganger_master.core.gang_model import Gang, ObservedPhase
 from ganger_master.core.job_model import Capabilities, JobRecord, JobSpec, SuspendLevel
-from ganger_master.core.plan_changes import StartChange, SuspendChange
+from ganger_master.core.plan_changes import Goal, Purpose, StartChange, SuspendChange
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.teams import Team, limits_of
 from ganger_master.planner.context import PlanDraft, capacity_of, context_of
@@ -319,6 +319,18 @@ def test_nodes_that_are_closed_to_a_job_add_up() -> None:
     assert refused.at(20.0).nodes == {2: {"n1", "n2"}}
     assert refused.at(20.0).not_started == frozenset()
     assert refused.at(911.0) is NONE_EXCLUDED
+
+
+@pytest.mark.parametrize(
+    ("helped", "closed", "not_stopped"), [("jobs/7", {7: {"n1"}}, set()), ("", {}, {1})], ids=["in vain", "not so"]
+)
+def test_room_that_is_made_in_vain_is_noted_for_the_job_that_was_to_have_it(
+    helped: str, closed: dict[int, set[str]], not_stopped: set[int]
+) -> None:
+    refused = RefusalBackoff()
+    stop = SuspendChange(1, 1, purpose=Purpose(Goal.HOLE, 7))
+    refused.note(stop, [Refusal(Reason.BOOKED, node="n1", job=helped)], 10.0)
+    assert (refused.at(12.0).nodes, refused.at(12.0).not_stopped) == (closed, not_stopped)
 
 
 def test_a_node_on_which_launches_failed_is_looked_at_again_soon() -> None:

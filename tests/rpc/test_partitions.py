@@ -8,7 +8,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from ganger.v1 import job_pb2, job_service_pb2, node_pb2
+from ganger.v1 import job_pb2, job_service_pb2, node_pb2, scheduling_pb2
 from ganger.wire import times
 from ganger.wire.errors import from_rpc_error
 from ganger_master.core.partitions import Partition
@@ -104,5 +104,22 @@ def test_a_repeated_submission_is_the_same_job_though_its_partition_and_limit_we
             await Speaker(served, "n1").join()
             first, second = [await served.submit(spec_of(1), request_id="same") for _ in range(2)]
             assert first.name == second.name
+
+    asyncio.run(story())
+
+
+def test_planners_are_not_sent_a_pending_job_that_may_not_be_in_its_partition_any_more(tmp_path: Path) -> None:
+    async def sent(partitions: dict[str, Partition], submits: bool) -> list[str]:
+        async with serving(tmp_path, partitions=partitions) as served:
+            if submits:
+                await served.submit(spec_in("batch"))
+            watch = served.scheduling.WatchCluster(scheduling_pb2.WatchClusterRequest())
+            delta = await watch.read()
+            watch.cancel()
+            return [job.job for job in delta.jobs] + [f"not {name}" for name in delta.removed_jobs]
+
+    async def story() -> None:
+        assert await sent({"batch": Partition()}, submits=True) == ["jobs/1"]
+        assert await sent({"batch": Partition(users=("cat",))}, submits=False) == ["not jobs/1"]
 
     asyncio.run(story())

@@ -429,6 +429,25 @@ def _closed_nodes(state: State, job: JobRecord) -> dict[str, Reason]:
     return {name: reason for name, reason in found.items() if reason is not None}
 
 
+def may_never_start(state: State, job: JobRecord) -> Refusal | None:
+    """Return why a waiting job may not start at all, whatever gets free, until the settings or the job change; None if
+    it may. Limits do not count: they are kept where jobs are ranked."""
+    return partition_refusal(state, job, 0) if state.partitions and job.is_waiting else None
+
+
+def shut_out(state: State, job: JobRecord, nodes: Collection[str], now: float) -> tuple[Refusal, ...]:
+    """Return why a waiting job may not start on these nodes for the sake of its partition or of reservations: one
+    refusal for each closed node, or one without a node for all; empty if it may start on each."""
+    if (refusal := may_never_start(state, job)) is not None:
+        return (replace(refusal, job=job.name),)
+    if not state.bookings:
+        return ()
+    known = [node for name in nodes if (node := state.nodes.get(name)) is not None]
+    reserved = [node.name for node in known if node.booked_for and job.user not in node.booked_for]
+    closed = [replace(_closed(state, job, name, Reason.BOOKED), job=job.name) for name in reserved]
+    return (*closed, *bookings.start_rules(state, job, set(nodes).difference(reserved), now))
+
+
 def can_become(node: Node, user: str) -> bool:
     """Return whether a node runs jobs of this user, as far as the master can know: a daemon that cannot switch users
     runs all as its own, and one that does runs none as root."""

@@ -13,7 +13,7 @@ from ganger.job_state import JobState
 
 from ganger_master.core import answers, commands, events, gang_orders
 from ganger_master.core.answers import RefusedError
-from ganger_master.core.approval import CandidateApproval, judge, judge_change, level_of, requested_memory
+from ganger_master.core.approval import CandidateApproval, judge, judge_change, level_of, requested_memory, shut_out
 from ganger_master.core.colocation import per_device
 from ganger_master.core.commands import CHANGES_LIMIT, CLAIMS_LIMIT, LINE_LIMIT, PROMISES_LIMIT
 from ganger_master.core.elastic import (
@@ -33,6 +33,7 @@ from ganger_master.core.plan_changes import (
     CoresChange,
     MoveChange,
     PlanChange,
+    Purpose,
     ResizeChange,
     ResumeChange,
     SingleChange,
@@ -71,6 +72,7 @@ def propose_plan(state: State, command: commands.ProposePlan, now: float) -> Dec
     ordered = tuple(verdicts[number] for number in numbers)
     promises = command.promises
     if promises is not None:
+        promises = tuple([one for one in promises if not _is_shut_out(state, one, now)])
         happening.append(events.PlacesPromised(now, command.proposer, promises))
     happening.extend(
         [events.ChangeJudged(now, command.proposer, one) for one in command.findings if one.number in state.jobs]
@@ -86,6 +88,13 @@ def kept_places(state: State, promises: Sequence[commands.Promise]) -> dict[int,
     """Return the places that a planner keeps, by the number of the job; those of waiting jobs count."""
     known = [(state.jobs.get(one.number), one.claims) for one in promises]
     return {job.number: claims for job, claims in known if job is not None and job.is_waiting}
+
+
+def _is_shut_out(state: State, promise: commands.Promise, now: float) -> bool:
+    """Return whether a place is for a waiting job that may not start there: it is kept for none."""
+    job = state.jobs.get(promise.number)
+    nodes = {claim.node for claim in promise.claims}
+    return job is not None and job.is_waiting and bool(shut_out(state, job, nodes, now))
 
 
 def _too_long(plan: commands.ProposePlan) -> str:
@@ -328,7 +337,26 @@ def _judged(state: State, job: JobRecord, change: SingleChange, proposer: str, n
     if not job.preemptible and isinstance(change, SuspendChange):
         detail = f"plans suspend no job of partition {job.partition.name!r}"
         return Refusal(Reason.WRONG_STATE, detail=detail, job=job.name)
+    if isinstance(change, MoveChange | SuspendChange | ResizeChange):
+        refusal = _in_vain(state, job, change.purpose, now)
+        if refusal is not None:
+            return refusal
     return _JUDGES[type(change)](state, job, change, proposer, now)
+
+
+def _in_vain(state: State, job: JobRecord, purpose: Purpose, now: float) -> Refusal | None:
+    """Return why the job that a change makes room for may not start there; None if it may, or if there is none.
+
+    There: on the place that the planner keeps for it, else on any node that the changed job is on."""
+    helped, gang = state.jobs.get(purpose.job), state.gangs.get(job.epoch)
+    if helped is None or gang is None or not helped.is_waiting:
+        return None
+    kept = state.queue.promised.get(helped.number)
+    nodes = {claim.node for claim in kept} if kept else set(gang.nodes)
+    refusals = shut_out(state, helped, nodes, now)
+    closed = {refusal.node for refusal in refusals}
+    is_in_vain = bool(closed) and (bool(kept) or "" in closed or closed == nodes)
+    return refusals[0] if is_in_vain else None
 
 
 def _judge_start(state: State, job: JobRecord, change: StartChange, proposer: str, now: float) -> _Judged:

@@ -236,8 +236,11 @@ class RefusalBackoff:
         if isinstance(change, CoresChange):
             # A job whose cores cannot change keeps them, and another request costs no job anything.
             return
-        number = change.number
-        if isinstance(change, SuspendChange | ResizeChange):
+        # A change that makes room for a job which may not have it is refused for the sake of that job.
+        is_for = isinstance(change, MoveChange | SuspendChange | ResizeChange) and change.purpose.job
+        is_in_vain = bool(is_for) and refusal.job == f"jobs/{is_for}"
+        number = is_for if is_in_vain else change.number
+        if isinstance(change, SuspendChange | ResizeChange) and not is_in_vain:
             self._not_stopped[number] = now + NOTED_S
         elif refusal.reason.excluded_s:
             nodes = frozenset(one.node for one in refusals if one.reason.excluded_s and one.node)

@@ -19,7 +19,9 @@ from msgspec.structs import replace
 
 from ganger_master.core import commands
 from ganger_master.core.answers import Answer, Done, JobAnswer, PlanAnswer, Refused
+from ganger_master.core.approval import may_never_start
 from ganger_master.core.ending import is_backing_off
+from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import SliceChange, StartChange, claims_in
 from ganger_master.core.queue import GrantedLease
 from ganger_master.core.settings import CoreSettings
@@ -127,11 +129,9 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                 if numbers is None or not sent:
                     sent, shown, use = 0, set(), {}
                     numbers = list(committed.jobs)
-                known = [
-                    job for n in numbers if (job := committed.jobs.get(n)) and not (job.held or is_backing_off(job))
-                ]
+                known = [job for n in numbers if (job := committed.jobs.get(n)) and not (job.held or self._waits(job))]
                 there = [(job, committed.gangs.get(job.epoch)) for job in known]
-                forgotten = [n for n in numbers if (job := committed.jobs.get(n)) is None or is_backing_off(job)]
+                forgotten = [n for n in numbers if (job := committed.jobs.get(n)) is None or self._waits(job)]
                 rows = committed.rows_after(sent) if sent else list(committed.rows.values())
                 removed = shown.difference(committed.rows)
                 shown = set(committed.rows) if removed else shown.union(row.node for row in rows)
@@ -172,6 +172,10 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                 await asyncio.sleep(_CLUSTER_DELTA_S)
                 if not await comes(news.mark, end - loop.time()):
                     return
+
+    def _waits(self, job: JobRecord) -> bool:
+        """Return whether a planner is not to rank the job: it waits for a time, or may not be in its partition."""
+        return is_backing_off(job) or may_never_start(self._writer.state, job) is not None
 
     async def WatchLeases(
         self, request: scheduling_pb2.WatchLeasesRequest, context: Any
