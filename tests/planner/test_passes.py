@@ -312,11 +312,12 @@ def test_refusals_stand_for_seconds_and_what_a_fresh_view_cures_is_not_noted() -
     assert refused.at(15.0) is NONE_EXCLUDED
 
 
-def test_nodes_that_are_closed_to_a_job_add_up() -> None:
+@pytest.mark.parametrize("reason", [Reason.STORAGE_NOT_SHARED, Reason.BOOKED])
+def test_nodes_that_are_closed_to_a_job_add_up(reason: Reason) -> None:
     refused = RefusalBackoff()
     for node in ("n1", "n2"):
-        refused.note(START, [Refusal(Reason.STORAGE_NOT_SHARED, node=node)], 10.0)
-    assert refused.at(20.0).nodes == {2: {"n1", "n2"}}
+        refused.note(START, [Refusal(reason, node=node)], 10.0)
+    assert refused.at(900.0).nodes == {2: {"n1", "n2"}}
     assert refused.at(20.0).not_started == frozenset()
     assert refused.at(911.0) is NONE_EXCLUDED
 
