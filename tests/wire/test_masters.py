@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from ganger.wire import endpoints, errors
+from ganger.wire.channels import may_repeat
 from ganger.wire.endpoints import Endpoint, EndpointError, MasterList, find_endpoint, next_master
-from ganger.wire.masters import may_repeat
 
 A, B, C = Endpoint("127.0.0.1:1"), Endpoint("127.0.0.1:2"), Endpoint("127.0.0.1:3")
 

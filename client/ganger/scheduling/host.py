@@ -37,10 +37,9 @@ from ganger.v1 import job_service_pb2, job_service_pb2_grpc, resources_pb2, sche
 from ganger.wire import resource_messages as convert
 from ganger.wire import resource_names as names
 from ganger.wire import times
-from ganger.wire.channels import open_aio_channel
+from ganger.wire.channels import note_failure, open_aio_channel
 from ganger.wire.endpoints import Endpoint, EndpointError, find_endpoint
 from ganger.wire.errors import JobNotFound, from_rpc_error
-from ganger.wire.masters import note_failure
 
 
 @dataclass(slots=True, eq=False)

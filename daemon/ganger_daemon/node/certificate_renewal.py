@@ -16,10 +16,9 @@ from typing import Any, Final
 import grpc
 from ganger.agent.v1 import agent_pb2, agent_pb2_grpc
 from ganger.text import os_failure
-from ganger.wire.channels import open_aio_channel
+from ganger.wire.channels import note_failure, open_aio_channel
 from ganger.wire.endpoints import Endpoint, EndpointError
 from ganger.wire.errors import from_rpc_error, reason_of
-from ganger.wire.masters import note_failure
 from ganger.wire.tls import CERTIFICATE
 
 log = logging.getLogger(__name__)

@@ -23,12 +23,12 @@ from ganger.wire.channels import (
     PART_BYTES,
     SUPPORTED_VERSIONS,
     common_version,
+    note_failure,
     open_aio_channel,
     stated_versions,
 )
 from ganger.wire.endpoints import CredentialError, Endpoint, EndpointError
 from ganger.wire.errors import WireVersionUnsupported, from_rpc_error, reason_of
-from ganger.wire.masters import note_failure
 from ganger.wire.times import duration, seconds, timestamp
 from ganger.wire.tls import trouble_with, version_of
 from google.protobuf import json_format

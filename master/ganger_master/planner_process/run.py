@@ -23,10 +23,9 @@ from ganger.v1 import job_pb2, scheduling_pb2, scheduling_pb2_grpc
 from ganger.wire import resource_messages as convert
 from ganger.wire import resource_names as names
 from ganger.wire import times
-from ganger.wire.channels import open_aio_channel
+from ganger.wire.channels import note_failure, open_aio_channel
 from ganger.wire.endpoints import Endpoint, EndpointError
 from ganger.wire.errors import Restoring
-from ganger.wire.masters import note_failure
 
 from ganger_master.core.answers import ChangeAnswer
 from ganger_master.core.gang_model import Gang
