@@ -116,10 +116,10 @@ def _check_with_master(spec: JobSpec) -> bool:
 
 def _settle_partition(spec: JobSpec, partitions: Sequence[Partition]) -> None:
     """Put the partition of a job, and its time limit, into the spec. Raises CommandError if it may not be there."""
-    from ganger.cli.partitions import check_known
+    from ganger.cli.nodes import check_partition
 
     if spec.partition:
-        check_known(spec.partition, partitions)
+        check_partition(spec.partition, partitions)
     chosen = next(
         (one for one in partitions if one.name == spec.partition or (not spec.partition and one.is_default)), None
     )

@@ -40,7 +40,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "cordon": ("ganger.cli.nodes", "cordon", "Give a node no new jobs."),
     "uncordon": ("ganger.cli.nodes", "uncordon", "Undo drain and cordon."),
     "lost": ("ganger.cli.nodes", "lost", "Vouch that a node is down."),
-    "partitions": ("ganger.cli.partitions", "partitions", "List partitions, with what is free and their limits."),
+    "partitions": ("ganger.cli.nodes", "partitions", "List partitions, with what is free and their limits."),
     "reserve": ("ganger.cli.reserve", "reserve", "Keep nodes for users or for maintenance, for a time."),
     "usage": ("ganger.cli.usage", "usage", "Show what users and teams have used, and their shares."),
     "top": ("ganger.cli.top", "top", "Watch nodes and jobs, live."),

@@ -126,9 +126,9 @@ def queue(
         jobs = sorted(found[:room], key=job_table.order)
         # Jobs may name a partition that the settings no longer have: they are listed.
         if partition and not jobs:
-            from ganger.cli.partitions import check_known
+            from ganger.cli.nodes import check_partition
 
-            check_known(partition, client.list_partitions())
+            check_partition(partition, client.list_partitions())
     if len(found) + len(arrays) > limit:
         print(f"only {limit} are listed, those that wait or have ended from the newest: --limit N", file=sys.stderr)
     arrays = sorted(arrays[:limit], key=lambda array: int(number(array.name)))
