@@ -7,7 +7,7 @@ what has changed since the first loop began. A restart puts that back, and undoe
 loops have changed meanwhile. What was made before the first loop stays as this process made it: descriptors, ports and
 process ids are not those of the process before.
 
-What cannot be kept (see `foreign_values`) must not have changed. Not seen: what stands half computed in an expression
+What cannot be kept (`ForeignValue`) must not have changed. Not seen: what stands half computed in an expression
 (the first of `fit(a) + fit(b)`), and what is taken for data: large arrays and long lists while their length stays what
 it was.
 """
@@ -26,31 +26,29 @@ from typing import Any, Callable
 
 import torch
 
-from ganger.training.foreign_values import (
-    ForeignValue,
-    changed_setting,
-    is_at_its_end,
-    is_harmless,
-    own_thread,
-    settings_of_process,
-)
 from ganger.training.script_frames import frames, is_own, live_names, package_of
 from ganger.training.script_values import (
     GENERATOR,
     MAPPINGS,
     SCALARS,
+    ForeignValue,
+    changed_setting,
     copied,
     digest,
     has_arrays,
     image,
+    is_at_its_end,
     is_copy,
     is_data,
+    is_harmless,
     is_passing,
     is_plain,
     is_same,
     kept,
+    own_thread,
     packed,
     set_generator,
+    settings_of_process,
     tensors_in,
     unpacked,
 )
