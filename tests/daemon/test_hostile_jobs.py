@@ -19,7 +19,7 @@ from daemon.kit import Cluster, Intents, Observed, in_phase, log_of, run, with_c
 from ganger.agent.v1 import agent_pb2
 from ganger.injob.process_identity import start_ticks
 from ganger.v1 import job_pb2
-from ganger_daemon.gang import received_orders
+from ganger_daemon.gang import gang_context
 from ganger_daemon.gang.exit_watcher import exit_of
 from ganger_daemon.gang.job_output import JobSocketServer
 from ganger_daemon.node.daemon_files import DaemonPaths, make_directory, open_plain, read_json, remove_tree, write_json
@@ -287,7 +287,7 @@ def test_without_groups_processes_that_left_their_rank_end_with_it_before_its_de
 def test_an_order_that_cannot_be_written_is_retried_and_no_rank_is_killed_for_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write_details, refused = received_orders.write_details, 0
+    write_details, refused = gang_context.write_details, 0
 
     def on_a_full_disk(*_: object) -> None:
         nonlocal refused
@@ -300,7 +300,7 @@ def test_an_order_that_cannot_be_written_is_retried_and_no_rank_is_killed_for_it
         await made.master.want("n1", wanted)
         await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
         pause = {"intent": Intents.INTENT_PARK, "level": job_pb2.SUSPEND_LEVEL_PAUSE, "stop_sequence": 2}
-        monkeypatch.setattr(received_orders, "write_details", on_a_full_disk)
+        monkeypatch.setattr(gang_context, "write_details", on_a_full_disk)
         ordered = time.monotonic()
         await made.master.want("n1", with_changes(wanted, 2, **pause))
 
@@ -309,7 +309,7 @@ def test_an_order_that_cannot_be_written_is_retried_and_no_rank_is_killed_for_it
 
         await asyncio.to_thread(eventually, is_overdue, what="an order long overdue")
         assert [record.message for record in caplog.records].count("order not written") == 1
-        monkeypatch.setattr(received_orders, "write_details", write_details)
+        monkeypatch.setattr(gang_context, "write_details", write_details)
         await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
 
     run(story)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from ganger.agent.v1 import agent_pb2
-from ganger_daemon.gang import received_orders
-from ganger_daemon.gang.received_orders import ReceivedOrders, summary_of
+from ganger_daemon.gang import gang_context
+from ganger_daemon.gang.gang_context import ReceivedOrders, summary_of
 
 
 def desired_gang(master_sequence: int, intent: agent_pb2.Intent) -> agent_pb2.DesiredGang:
@@ -30,7 +30,7 @@ def context_on(directory: Path, written: list[int]) -> Any:
 def test_an_order_that_comes_while_another_is_written_is_written_next(tmp_path: Path, monkeypatch: Any) -> None:
     orders = ReceivedOrders(desired_gang(1, agent_pb2.INTENT_RUN))
     written: list[int] = []
-    write_details = received_orders.write_details
+    write_details = gang_context.write_details
 
     async def story() -> None:
         loop = asyncio.get_running_loop()
@@ -43,9 +43,9 @@ def test_an_order_that_comes_while_another_is_written_is_written_next(tmp_path: 
         async def take(newer: agent_pb2.DesiredGang) -> None:
             assert orders.take(newer, is_stale=False, is_launched=True) is not None
 
-        monkeypatch.setattr(received_orders, "write_details", write_while_another_comes)
+        monkeypatch.setattr(gang_context, "write_details", write_while_another_comes)
         await orders.write(context_on(tmp_path, written))
-        monkeypatch.setattr(received_orders, "write_details", write_details)
+        monkeypatch.setattr(gang_context, "write_details", write_details)
         assert orders.is_due, "the newer order is not in the pages"
         await orders.write(context_on(tmp_path, written))
 

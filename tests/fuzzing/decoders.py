@@ -35,8 +35,8 @@ from ganger_daemon.checkpoints import storage
 from ganger_daemon.devices import virtual
 from ganger_daemon.gang.control_pages import ControlPages, RunMark
 from ganger_daemon.gang.exit_watcher import exit_of
+from ganger_daemon.gang.gang_context import summary_of
 from ganger_daemon.gang.job_output import PacketLog
-from ganger_daemon.gang.received_orders import summary_of
 from ganger_daemon.images import contract, packing
 from ganger_daemon.node import accounts, core_table
 from ganger_daemon.node.process_identity import NO_PROCESS

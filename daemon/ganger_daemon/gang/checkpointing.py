@@ -26,9 +26,8 @@ from ganger_daemon.checkpoints.storage import CHECKPOINTS, IMAGES, CheckpointNam
 from ganger_daemon.core.gang_judgement import PartPhase
 from ganger_daemon.core.part_facts import PartOutcome, PartOutcomeKind, keeps_state
 from ganger_daemon.gang.control_pages import page_order, write_details
-from ganger_daemon.gang.gang_context import GangContext, OfGang
+from ganger_daemon.gang.gang_context import GangContext, OfGang, error_of
 from ganger_daemon.gang.process_image import GangImages
-from ganger_daemon.gang.received_orders import error_of
 from ganger_daemon.gang.replay_check import ReplayCheck
 from ganger_daemon.node.node_context import ORDER_DEADLINE_S
 

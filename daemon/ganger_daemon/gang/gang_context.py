@@ -1,23 +1,35 @@
-"""One gang as the master desires it on this node: its order, its local ranks and devices, and the context of its parts:
-what stays the same from the gang's start to its end, and its ways to other daemons."""
+"""One gang as the master desires it on this node: its orders, what a slice switch has made of them and errors of ranks
+under them; its local ranks and devices; and the context of its parts: what stays the same from the gang's start to its
+end, and its ways to other daemons. A rank-K.error.json counts if it is newer than the order's details, so a restarted
+daemon finds the same."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import re
+import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from ganger.agent.v1 import agent_pb2
 from ganger.cluster.fit import share_of_cores
 from ganger.cluster.resources import ConfigurationSet
-from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, OrderKey, ParkLevel
+from ganger.injob.page import now_ns
+from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, OrderKey, ParkLevel, by_signal, hastened
+from ganger.text import os_failure
 from ganger.v1 import job_pb2
-from ganger.wire.times import seconds
+from ganger.wire.times import duration, seconds
 from google.protobuf import json_format
 
-from ganger_daemon.gang.control_pages import ControlPages
+from ganger_daemon.checkpoints.storage import free_bytes
+from ganger_daemon.core import gang_judgement
+from ganger_daemon.core.part_facts import GangPart
+from ganger_daemon.gang.control_pages import ControlPages, RunMark, page_order, write_details
 from ganger_daemon.node.accounts import Account
-from ganger_daemon.node.daemon_files import GangPaths, read_json
+from ganger_daemon.node.daemon_files import GangPaths, make_directory, read_json, write_hint
 from ganger_daemon.node.node_context import NodeContext, PeerCalls
 
 DEFAULT_GRACE_S = 10.0
@@ -239,3 +251,213 @@ class OfGang:
         self._context = context
         self._host, self._paths, self._part, self._pages = context.host, context.paths, context.part, context.pages
         self._group, self._ranks = context.paths.group, context.part.ranks
+
+
+log = logging.getLogger(__name__)
+
+
+class ReceivedOrders:
+    """The newest order of one gang, `wanted`, and the message that it comes from, `desired`.
+
+    `master_desired`: the master's desired state, which is `desired` or what `desired` was before a slice switch;
+    `is_stop_wanted`: the desired set lacks the gang; `is_due`: the order is not in the pages yet; `ordered_at`: time of
+    the order, in seconds of the monotonic clock; `mark`: progress at the last order to run."""
+
+    def __init__(self, desired: agent_pb2.DesiredGang) -> None:
+        """Raises DesiredInvalidError for a message with an unknown intent or level."""
+        self.desired = desired
+        self.master_desired = desired
+        self.wanted = wanted_of(desired)
+        self.is_stop_wanted = False
+        self.is_due = True
+        self.ordered_at = 0.0
+        self.mark = RunMark()
+        self._unwritten: OrderKey | None = None  # The last order that could not be written, as logged
+
+    @property
+    def is_hindered(self) -> bool:
+        """Whether the newest order could not be written into the pages so far."""
+        return self.is_due and self._unwritten is not None
+
+    @property
+    def is_by_rotation(self) -> bool:
+        return self.wanted.order.is_by_rotation
+
+    def set_master_desired(self, desired: agent_pb2.DesiredGang) -> None:
+        """Record the master's desired state, which the gang follows only as its slices allow."""
+        self.master_desired = with_spec_of(desired, self.master_desired)
+
+    def take(
+        self, desired: agent_pb2.DesiredGang, is_stale: bool, is_launched: bool, is_by_signal: bool = False
+    ) -> DesiredOrder | None:
+        """Record a newer order; return the former one, or None if the message has no newer one for a launched gang.
+
+        `is_stale`: the job of the gang may run elsewhere by now; `is_by_signal`: it saves itself at a signal."""
+        merged = with_spec_of(desired, self.desired)
+        wanted = hastened(wanted_of(merged), is_stale)
+        if is_by_signal:
+            wanted = by_signal(wanted)
+        if wanted.ends_at_once:
+            # Also for a daemon that takes over.
+            merged.grace.CopyFrom(duration(0.0))
+            merged.checkpoint_first = False
+        if not wanted.order.is_by_rotation:
+            self.master_desired = merged
+        if wanted.order <= self.wanted.order and is_launched:
+            return None
+        # Slice switches are too frequent for INFO.
+        asked = {"intent": wanted.intent.name, "suspend_level": wanted.level.name}
+        extra = {"job": desired.job, "epoch": desired.epoch, **asked}
+        log.log(logging.DEBUG if wanted.order.is_by_rotation else logging.INFO, "order", extra=extra)
+        former, self.desired, self.wanted = self.wanted, merged, wanted
+        self.ordered_at = time.monotonic()
+        self.is_due = True
+        return former
+
+    def stop(self, is_stale: bool) -> None:
+        """Record that the gang is to stop, because the desired set lacks it."""
+        self.is_stop_wanted = True
+        stop = replace(self.wanted, intent=OrderIntent.STOP, grace_s=DEFAULT_GRACE_S, checkpoint_first=False)
+        self.wanted = hastened(stop, is_stale)
+
+    def hasten(self, is_stale: bool) -> None:
+        """Take the grace from an order to stop a stale gang."""
+        self.wanted = hastened(self.wanted, is_stale)
+
+    def mark_by_signal(self) -> None:
+        """Record that the script saves itself at a signal."""
+        self.wanted = by_signal(self.wanted)
+
+    def keep(self, paths: GangPaths) -> None:
+        """Write the message of the order for a daemon that takes over."""
+        make_directory(paths.job)
+        write_hint(paths.wanted, to_json(self.desired))
+
+    async def write(self, context: GangContext) -> bool:
+        """Write the order into the pages. Return whether it is the one that could not be written before.
+
+        If the disk is full, the gang's loop continues and its next tick retries."""
+        try:
+            await self._write(context)
+        except OSError as error:
+            if self._unwritten != self.wanted.order:
+                self._unwritten = self.wanted.order
+                log.error("order not written", extra={"job": self.desired.job, "error": str(error)})
+            return False
+        was_hindered, self._unwritten = self._unwritten is not None, None
+        return was_hindered
+
+    async def _write(self, context: GangContext) -> None:
+        wanted = self.wanted
+        order = page_order(wanted)
+        if order is None:
+            self.is_due = False
+            return
+        await asyncio.to_thread(write_details, context.host.storage.shared, context.paths, str(order.seq))
+        deadline = now_ns() + int(context.host.order_deadline_s * 1e9) if order.stop_seq else 0
+        context.pages.write_order(order._replace(deadline_ns=deadline))
+        # A newer order may have come while the details were written.
+        self.is_due = self.wanted is not wanted
+        context.write_notes()
+
+
+_LIMIT = 1000
+_REASON_LIMIT = 500
+_EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Exit|Interrupt): ")
+_OF_SYSTEM = re.compile(r"\[Errno (\d+)\] (.+?)(?:: '(.+)')?")
+
+
+class RankError(NamedTuple):
+    """Error that a rank reported. `reason`: a word of the page (STORAGE_FULL, ...); `text`: one line for the user."""
+
+    rank: int
+    reason: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}: rank {self.rank}: {self.text}"[:_LIMIT]
+
+
+class RankErrors(OfGang):
+    """Reported errors of one gang's local ranks."""
+
+    def __init__(self, context: GangContext) -> None:
+        super().__init__(context)
+        self._refused = (0, "")  # (order, why)
+        # By rank and capability that is not offered: time of the file, and its text.
+        self._reasons: dict[tuple[int, str], tuple[int, str]] = {}
+
+    def under(self, order: OrderKey, saved_request: int = 0) -> str:
+        """Return the first error under an order; empty if there is none.
+
+        `saved_request`: number of the newest published checkpoint without a stop, 0 for none. Errors from before its
+        request no longer count."""
+        if self._refused[0] == order.number:
+            return self._refused[1]
+        saved = _time_of(self._paths.orders / f"checkpoint-{saved_request}.json") if saved_request else 0
+        found = (error_of(self._paths, rank, str(order.number), saved) for rank in self._part.ranks)
+        return str(next((error for error in found if error is not None), ""))
+
+    def refusal(self, facts: GangPart, unpublished: str) -> str:
+        """Return why the level of the present order cannot be reached, or an empty text. The first reason found stays
+        until the next order. `unpublished`: why the checkpoint cannot be published."""
+        sequence = facts.wanted.order.number
+        if self._refused[0] == sequence:
+            return self._refused[1]
+        refusing = (rank.rank for rank in facts.ranks if gang_judgement.refuses(facts, rank))
+        reported = (error_of(self._paths, rank, str(sequence)) for rank in refusing)
+        error = next((one for one in reported if one is not None), None)
+        text = str(error or unpublished)
+        if error is not None and error.reason == "STORAGE_FULL":
+            text += self._room()
+        if text:
+            self._refused = (sequence, text)
+        return text
+
+    def reason(self, what: str) -> str:
+        """Return why the ranks here do not offer `what` (see `GangPaths.reason`): the first reason found, or empty."""
+        return next(filter(None, (self._reason_of(rank, what) for rank in self._part.ranks)), "")
+
+    def _reason_of(self, rank: int, what: str) -> str:
+        path = self._paths.reason(rank, what)
+        written = _time_of(path)
+        known = self._reasons.get((rank, what), (0, ""))
+        if known[0] != written:
+            text = str(read_json(path).get("message", ""))[:_REASON_LIMIT] if written else ""
+            known = (written, "".join(sign if sign.isprintable() else " " for sign in text))
+            self._reasons[rank, what] = known
+        return known[1]
+
+    def _room(self) -> str:
+        storage = self._host.storage.path
+        free = free_bytes(storage) if storage is not None else None
+        if free is None:
+            return ""
+        found = [self._pages.progress(rank) for rank in self._part.ranks]
+        needed = sum(max(progress.device_bytes, progress.arena_size) for progress in found)
+        return f"; {storage} has {free} bytes free, this node's part needs about {needed}"
+
+
+def error_of(paths: GangPaths, rank: int, order: str, since_ns: int = 0) -> RankError | None:
+    """Return the error that a rank reported after the order of this name was written and after the file time
+    `since_ns`; None without one, or without such an order."""
+    written, reported = _time_of(paths.orders / f"{order}.json"), _time_of(paths.error(rank))
+    if not 0 < written <= reported or reported < since_ns:
+        return None
+    fields = read_json(paths.error(rank))
+    return RankError(rank, str(fields.get("reason", "UNKNOWN")), summary_of(str(fields.get("message", ""))))
+
+
+def summary_of(message: str) -> str:
+    """Return the last line of a message or traceback, without the exception's name and the number of an error."""
+    lines = [line for line in message.splitlines() if line.strip()]
+    text = _EXCEPTION.sub("", lines[-1]) if lines else "it did not say why"
+    found = _OF_SYSTEM.fullmatch(text)
+    return os_failure(OSError(int(found[1]), *found.groups()[1:])) if found else text
+
+
+def _time_of(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0

@@ -17,10 +17,9 @@ from ganger.protocol.gang_orders import OrderIntent
 from ganger.v1 import job_pb2
 
 from ganger_daemon.gang.exit_watcher import ExitWatcher
-from ganger_daemon.gang.gang_context import GangContext, OfGang
+from ganger_daemon.gang.gang_context import GangContext, OfGang, ReceivedOrders
 from ganger_daemon.gang.launch_plan import LaunchRefusedError, Rendezvous, free_port, image_arena_name
 from ganger_daemon.gang.process_image import GangImages
-from ganger_daemon.gang.received_orders import ReceivedOrders
 from ganger_daemon.node.accounts import seen_by
 from ganger_daemon.node.daemon_files import read_json, write_json
 from ganger_daemon.node.launchers import children_of, interpreter_of

@@ -16,14 +16,21 @@ from ganger_daemon.gang.checkpointing import CheckpointCoordinator
 from ganger_daemon.gang.control_pages import RunMark
 from ganger_daemon.gang.escalation import Escalation, Freezer
 from ganger_daemon.gang.exit_watcher import ExitWatcher
-from ganger_daemon.gang.gang_context import GangContext, from_json, order_key, to_json, with_spec_of
+from ganger_daemon.gang.gang_context import (
+    GangContext,
+    RankErrors,
+    ReceivedOrders,
+    from_json,
+    order_key,
+    to_json,
+    with_spec_of,
+)
 from ganger_daemon.gang.gang_launcher import GangLauncher
 from ganger_daemon.gang.gang_memory import MemoryTrial, MemoryWatch, Segments, WorkingSet, memory_limit_bytes
 from ganger_daemon.gang.incoming import IncomingState
 from ganger_daemon.gang.launch_plan import has_no_agent
 from ganger_daemon.gang.process_image import GangImages
 from ganger_daemon.gang.rank_launch import RankLaunch
-from ganger_daemon.gang.received_orders import RankErrors, ReceivedOrders
 from ganger_daemon.gang.step_rate import StallWatch, StepRate, UtilizationMeter
 from ganger_daemon.gang.taken_devices import CorePinning, TakenDevices
 from ganger_daemon.node.daemon_files import read_json, write_hint

@@ -16,8 +16,7 @@ from typing import Any
 
 from ganger.injob.process_identity import peer_of
 
-from ganger_daemon.gang.gang_context import GangContext
-from ganger_daemon.gang.received_orders import summary_of
+from ganger_daemon.gang.gang_context import GangContext, summary_of
 from ganger_daemon.node.accounts import Account
 
 log = logging.getLogger(__name__)

@@ -20,11 +20,10 @@ from ganger_daemon.core import gang_judgement
 from ganger_daemon.core.gang_judgement import PartPhase, next_look
 from ganger_daemon.core.part_facts import GangPart, PartOutcome, PartOutcomeKind, awaits_publication
 from ganger_daemon.gang import exit_watcher
-from ganger_daemon.gang.gang_context import GangContext
+from ganger_daemon.gang.gang_context import GangContext, ReceivedOrders
 from ganger_daemon.gang.gang_parts import GangParts
 from ganger_daemon.gang.job_output import JobSocketServer, LogMirror, PacketLog
 from ganger_daemon.gang.observation import GangReport, JudgedState, is_by_signal, observe
-from ganger_daemon.gang.received_orders import ReceivedOrders
 from ganger_daemon.node.node_context import NodeContext, PeerCalls
 from ganger_daemon.node.process_identity import RankProcess
 

@@ -26,7 +26,7 @@ from ganger_daemon.checkpoints.storage import give_storage, shard_name
 from ganger_daemon.core.part_facts import PartOutcome, PartOutcomeKind
 from ganger_daemon.gang.control_pages import page_order, write_details
 from ganger_daemon.gang.exit_watcher import ExitWatcher
-from ganger_daemon.gang.gang_context import ACCOUNT, GangContext, OfGang, threads_by_rank, to_json
+from ganger_daemon.gang.gang_context import ACCOUNT, GangContext, OfGang, ReceivedOrders, threads_by_rank, to_json
 from ganger_daemon.gang.gang_hooks import GangHooks
 from ganger_daemon.gang.gang_launcher import GangLauncher, GangRendezvous
 from ganger_daemon.gang.launch_gate import gate_of
@@ -45,7 +45,6 @@ from ganger_daemon.gang.launch_plan import (
     restore_plan,
 )
 from ganger_daemon.gang.process_image import GangImages
-from ganger_daemon.gang.received_orders import ReceivedOrders
 from ganger_daemon.images.contract import ImageRefusedError
 from ganger_daemon.node.accounts import Account, AccountRefusedError, seen_by
 from ganger_daemon.node.daemon_files import make_directory, open_plain, read_json, remove_tree, sync_file, write_json

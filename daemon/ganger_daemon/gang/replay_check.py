@@ -20,10 +20,9 @@ from ganger.injob.process_identity import family
 from ganger.text import os_failure
 
 from ganger_daemon.gang.control_pages import ControlPages
-from ganger_daemon.gang.gang_context import GangContext, OfGang
+from ganger_daemon.gang.gang_context import GangContext, OfGang, summary_of
 from ganger_daemon.gang.launch_gate import gate_of, make_log
 from ganger_daemon.gang.launch_plan import LaunchRefusedError, check_owner, for_account, free_port
-from ganger_daemon.gang.received_orders import summary_of
 from ganger_daemon.node.accounts import Account
 from ganger_daemon.node.daemon_files import GangPaths, read_json, remove_tree, write_json
 from ganger_daemon.node.launchers import children_of

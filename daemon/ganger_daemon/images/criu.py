@@ -20,6 +20,7 @@ import msgspec
 from ganger.injob.process_identity import family
 from ganger.text import os_failure
 
+from ganger_daemon.images.connections import mend_timers
 from ganger_daemon.images.contract import (
     PID_FILE,
     SHARED_MEMORY,
@@ -48,7 +49,6 @@ from ganger_daemon.images.process_tree import (
     shared_names,
     tracer_of,
 )
-from ganger_daemon.images.timers import mend_timers
 from ganger_daemon.node.accounts import Account, seen_by
 
 LEAST_VERSION = 4
