@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,20 @@ if TYPE_CHECKING:
 
 _ROLES = ("master", "daemon", "user", "operator", "scheduler", "planner")
 _MOST_S = 3600
+_days_option = click.option(
+    "--days", type=Within(min=0.0001, max=3650.0), default=365.0, show_default=True, help="How long it lasts."
+)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Turn what the authority cannot make into the error of a command."""
+    from ganger.wire.certificate_authority import CertificateError
+
+    try:
+        yield
+    except CertificateError as error:
+        raise CommandError(str(error)) from error
 
 
 @click.group()
@@ -34,12 +49,10 @@ def init(directory: Path) -> None:
 
     ca-key.pem there makes certificates: with it, every role in the cluster can be taken. Keep it where no job runs.
     """
-    from ganger.wire.certificate_authority import AUTHORITY_KEY, CertificateError, make_authority
+    from ganger.wire.certificate_authority import AUTHORITY_KEY, make_authority
 
-    try:
+    with _explained():
         made = make_authority(directory)
-    except CertificateError as error:
-        raise CommandError(str(error)) from error
     click.echo(f"made the authority {made}; keep {directory / AUTHORITY_KEY} to yourself")
 
 
@@ -51,9 +64,7 @@ def init(directory: Path) -> None:
 @click.option(
     "--out", type=Directory(), required=True, help="Directory for key.pem, cert.pem, ca.pem; made if missing."
 )
-@click.option(
-    "--days", type=Within(min=0.0001, max=3650.0), default=365.0, show_default=True, help="How long it lasts."
-)
+@_days_option
 def issue(directory: Path, role: str, name: str, hosts: tuple[str, ...], out: Path, days: float) -> None:
     """Issue a certificate by the authority in DIRECTORY.
 
@@ -73,19 +84,15 @@ def issue(directory: Path, role: str, name: str, hosts: tuple[str, ...], out: Pa
         certificates.check_hosts(identity.role, hosts)
     except certificates.CertificateError as error:
         raise click.UsageError(str(error)) from error
-    try:
+    with _explained():
         end = certificates.issue(directory, identity, hosts, days, out)
-    except certificates.CertificateError as error:
-        raise CommandError(str(error)) from error
     click.echo(f"issued {out} to {identity}, until {end:%Y-%m-%d %H:%M} UTC")
 
 
 @certs.command()
 @click.argument("directory", type=Directory())
 @click.argument("certificate", type=Directory())
-@click.option(
-    "--days", type=Within(min=0.0001, max=3650.0), default=365.0, show_default=True, help="How long it lasts."
-)
+@_days_option
 def renew(directory: Path, certificate: Path, days: float) -> None:
     """Replace the files in CERTIFICATE by new ones of the same role, name and hosts, by the authority in DIRECTORY.
 
@@ -93,10 +100,8 @@ def renew(directory: Path, certificate: Path, days: float) -> None:
     """
     from ganger.wire import certificate_authority as certificates
 
-    try:
+    with _explained():
         identity, end = certificates.renew(directory, certificate, days)
-    except certificates.CertificateError as error:
-        raise CommandError(str(error)) from error
     click.echo(f"renewed {certificate} of {identity}, until {end:%Y-%m-%d %H:%M} UTC")
 
 
@@ -107,10 +112,8 @@ def list_issued(directory: Path, as_json: bool) -> None:
     """List the certificates that the authority in DIRECTORY has issued."""
     from ganger.wire import certificate_authority as certificates
 
-    try:
+    with _explained():
         found, problems = certificates.issued_certificates(directory)
-    except certificates.CertificateError as error:
-        raise CommandError(str(error)) from error
     for problem in problems:
         click.echo(problem, err=True)
     now = datetime.now(UTC)
@@ -144,13 +147,11 @@ def revoke_certificates(directory: Path, certificates: Sequence[int | CallerIden
     what is left to do. `to`: directory of the master's certificate, if it is here. Raises CommandError."""
     from ganger.wire import certificate_authority as authority
 
-    try:
+    with _explained():
         done = authority.revoke(directory, certificates)
         click.echo(f"revoked {', '.join(f'{serial:x}' for serial in done.serials)}")
         if to is not None:
             authority.publish(done.path, to)
-    except authority.CertificateError as error:
-        raise CommandError(str(error)) from error
     # A stolen certificate may have been renewed by the thief.
     for party in dict.fromkeys(one.identity for one in done.others):
         left = [one for one in done.others if one.identity == party]
@@ -171,17 +172,13 @@ def _certificate(directory: Path, named: str) -> int | CallerIdentity:
     from ganger.wire.methods import CallerIdentity, CallerRole
 
     role, is_identity, name = named.partition("/")
-    try:
+    with suppress(ValueError), _explained():
         if os.path.isdir(named):
             return authority.serial_in(directory, Path(named))
         if is_identity:
             return CallerIdentity(CallerRole(role), name)
         if authority.is_on_record(directory, serial := int(named, 16)):
             return serial
-    except authority.CertificateError as error:
-        raise CommandError(str(error)) from error
-    except ValueError:
-        pass
     raise CommandError(
         f"no certificate {named!r} is on record: `ganger certs list` shows those that are; for another one name the"
         " directory with its cert.pem"
