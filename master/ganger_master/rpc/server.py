@@ -1,4 +1,5 @@
-"""The master's gRPC server: all services with health, reflection, limits and authentication.
+"""The master's gRPC server: all services with health, reflection, limits and authentication. A stand-by, and a master
+that may have lost its lease, answer no call.
 
 Without certificates one address serves callers with the token. With certificates that address serves callers with a
 certificate, and a second one on loopback serves this machine by the token.
@@ -7,7 +8,8 @@ certificate, and a second one on loopback serves this machine by the token.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import inspect
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,9 +24,10 @@ from ganger.v1 import (
     scheduling_pb2,
     scheduling_pb2_grpc,
 )
+from ganger.wire.errors import ApiError, LeaseLost
 from ganger.wire.methods import CallerIdentity, CallerRole
 from ganger.wire.revocation import Revocations
-from ganger.wire.servers import Callers, bind, make_server
+from ganger.wire.servers import Callers, WrappingInterceptor, behaviour_of, bind, make_server, rebuilt
 from ganger.wire.tls import server_credentials
 from grpc_health.v1 import _async as aio_health
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -35,12 +38,69 @@ from ganger_master.rpc.agent_service import AgentService
 from ganger_master.rpc.answer_messages import SessionRefusals, VisibleState, owner
 from ganger_master.rpc.audit import AuditInterceptor, AuditLog
 from ganger_master.rpc.job_service import JobService
-from ganger_master.rpc.leader_interceptor import LeaderInterceptor
 from ganger_master.rpc.log_proxy import LogProxy
 from ganger_master.rpc.node_service import NodeService
 from ganger_master.rpc.scheduling_service import SchedulingService
 from ganger_master.runtime.publication import ProgressBoard
 from ganger_master.runtime.writer import Writer
+
+# A probe finds out whether a master leads by its health, which is SERVING only then.
+_OF_ANY_MASTER: Final = ("/grpc.health.v1.", "/grpc.reflection.")
+
+
+class LeaderInterceptor(WrappingInterceptor):
+    """Refuses calls when they come, and again when they are to be answered: the process may have been stopped between.
+
+    A call that is refused when it comes was not carried out, and is repeated elsewhere. One that is refused later may
+    have been, so its refusal is another one (LeaseLost).
+
+    refusal: why this master may not answer now; None if it may.
+    """
+
+    def __init__(self, refusal: Callable[[], ApiError | None]) -> None:
+        super().__init__()
+        self._refusal = refusal
+
+    def _wrap(self, method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
+        if method.startswith(_OF_ANY_MASTER):
+            return handler
+        behaviour = behaviour_of(handler)
+
+        async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            self._check()
+            try:
+                response = await behaviour(request, context)
+            except Exception:
+                # A refusal that was decided without the lease is no answer either.
+                self._check_answer()
+                raise
+            self._check_answer()
+            return response
+
+        async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+            self._check()
+            try:
+                async for response in behaviour(request, context):
+                    self._check_answer()
+                    yield response
+            except Exception:
+                self._check_answer()
+                raise
+
+        return rebuilt(handler, stream if inspect.isasyncgenfunction(behaviour) else answer)
+
+    def _check(self) -> None:
+        refusal = self._refusal()
+        if refusal is not None:
+            raise refusal
+
+    def _check_answer(self) -> None:
+        refusal = self._refusal()
+        if refusal is not None:
+            lost = LeaseLost(f"{refusal.message}; whether it carried this call out is not known")
+            lost.metadata.update(refusal.metadata)
+            raise lost from refusal
+
 
 # Every daemon of a large cluster holds one poll, and all come back at once after a restart.
 _OPTIONS: Final = (
