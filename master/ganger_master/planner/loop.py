@@ -29,7 +29,6 @@ from ganger_master.planner.context import (
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import OrderStage
 from ganger_master.planner.plan_pace import NONE_EXCLUDED, AnsweredPlan, PlanPace, RefusalBackoff, RoundPace, is_stop
-from ganger_master.planner.team_use import TeamUse
 from ganger_master.policies import (
     Colocate,
     Grow,
@@ -43,6 +42,7 @@ from ganger_master.policies import (
     Tune,
 )
 from ganger_master.policies.orders import JobOrder
+from ganger_master.policies.team_shares import TeamUse
 
 if TYPE_CHECKING:
     # Stages of few policies and their state are slow to import.
