@@ -59,7 +59,7 @@ DEFAULT, PLAIN = "ganger", "fifo-backfill"
 EVERY = 10
 SPAN_S, LOAD = 120.0, 1.1
 QUICK_JOBS, QUICK_SPAN_S = 6, 4.0
-PLAN_EVERY_S, QUANTUM_S, RESERVE_AFTER_S = 5.0, 6.0, 2.0
+PLAN_EVERY_S, QUANTUM_S, KEEP_PLACE_AFTER_S = 5.0, 6.0, 2.0
 _NODES, _GPUS, _CORES, _MEMORY, _GPU_MEMORY = 2, 4, 8, "32G", "1G"
 _GPU_CORES = 0.5
 _MEMORY_OF_JOB = "350M"
@@ -248,7 +248,7 @@ def _paces(policy: str, quantum_s: float) -> tuple[str, ...]:
     """Return the options that a master and the simulator share. `quantum_s`: zero for none, as the simulator refuses
     one where no job is time-sliced."""
     words = ["--plan-every", f"{PLAN_EVERY_S:g}s"]
-    words += ["--reserve-after", f"{RESERVE_AFTER_S:g}s"] if policy == PLAIN else []
+    words += ["--keep-place-after", f"{KEEP_PLACE_AFTER_S:g}s"] if policy == PLAIN else []
     return (*words, "--quantum", f"{quantum_s:.3f}s") if quantum_s else tuple(words)
 
 

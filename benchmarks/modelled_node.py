@@ -172,7 +172,9 @@ class ModelledNode:
             return
         answers = list[ChangeAnswer]()
         for part in parts_of(plan):
-            command = ProposePlan(part.changes, promises=part.reservations, findings=part.findings, curves=part.curves)
+            command = ProposePlan(
+                part.changes, kept_places=part.kept_places, findings=part.findings, curves=part.curves
+            )
             answers += _expect(self._send(command), PlanAnswer).verdicts
         self._loop.observe(PlanVerdict(answers), self.now)
         if any(answer.approved for answer in answers):

@@ -311,19 +311,19 @@ class Client:
         """Return the partitions in the order of the master's settings; none of a cluster without."""
         return list(self._call(self._nodes.ListPartitions, node_pb2.ListPartitionsRequest()).partitions)
 
-    def create_booking(self, booking: node_pb2.Booking) -> node_pb2.Booking:
-        """Keep nodes for users or for maintenance, for a time; return the booking as the master has it."""
-        return self._call(self._nodes.CreateBooking, node_pb2.CreateBookingRequest(booking=booking))
+    def create_reservation(self, reservation: node_pb2.Reservation) -> node_pb2.Reservation:
+        """Keep nodes for users or for maintenance, for a time; return the reservation as the master has it."""
+        return self._call(self._nodes.CreateReservation, node_pb2.CreateReservationRequest(reservation=reservation))
 
-    def list_bookings(self) -> list[node_pb2.Booking]:
-        """Return the bookings that are not over, by their start."""
-        pages = self._pages(self._nodes.ListBookings, node_pb2.ListBookingsRequest())
-        found = [booking for page in pages for booking in page.bookings]
-        return sorted(found, key=lambda booking: (booking.start_time.seconds, booking.name))
+    def list_reservations(self) -> list[node_pb2.Reservation]:
+        """Return the reservations that are not over, by their start."""
+        pages = self._pages(self._nodes.ListReservations, node_pb2.ListReservationsRequest())
+        found = [reservation for page in pages for reservation in page.reservations]
+        return sorted(found, key=lambda reservation: (reservation.start_time.seconds, reservation.name))
 
-    def delete_booking(self, name: str) -> None:
-        """End a booking, or forget one that has not begun."""
-        self._call(self._nodes.DeleteBooking, node_pb2.DeleteBookingRequest(name=name))
+    def delete_reservation(self, name: str) -> None:
+        """End a reservation, or forget one that has not begun."""
+        self._call(self._nodes.DeleteReservation, node_pb2.DeleteReservationRequest(name=name))
 
     def list_nodes(self) -> node_pb2.ListNodesResponse:
         """All of them, by name, with their configuration sets and the node sets."""

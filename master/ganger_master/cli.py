@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @click.option("--lost-after", metavar="TIME", help="10m, 1h, ... or never: when a silent node's jobs start elsewhere.")
 @click.option("--policy", metavar="NAME", help="Which jobs go first, and where; default: ganger.")
 @click.option(
-    "--reserve-after",
+    "--keep-place-after",
     metavar="TIME",
     help="Where no planner ranks jobs: wait after which room is kept for a gang that does not fit; 2m.",
 )

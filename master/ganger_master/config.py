@@ -75,7 +75,7 @@ class Config:
     lost_after_s: float | None = 600.0
     policy: str = DEFAULT_POLICY
     plan_every_s: float = 300.0
-    reserve_after_s: float = 120.0
+    keep_place_after_s: float = 120.0
     quantum_s: float | None = 60.0
     moves_per_hour: float | None = None
     # Default interval between checkpoints to storage; zero never.

@@ -79,8 +79,8 @@ def test_the_trace_for_the_simulator_has_sizes_models_and_the_time_alone() -> No
 
 
 def test_only_the_plain_policy_has_a_time_after_which_room_is_kept() -> None:
-    assert "--reserve-after" in _paces(PLAIN, 0.0)
-    assert not {"--reserve-after", "--quantum"} & {*_paces("ganger", 0.0)}
+    assert "--keep-place-after" in _paces(PLAIN, 0.0)
+    assert not {"--keep-place-after", "--quantum"} & {*_paces("ganger", 0.0)}
     assert _paces("gandiva", 6.0)[-2:] == ("--quantum", "6.000s")
 
 

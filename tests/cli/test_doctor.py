@@ -63,7 +63,7 @@ def test_a_node_is_told_what_it_lacks_what_that_means_and_why(lacks: Mapping[str
         (Node(state=Node.STATE_CORDONED, state_reason="disk"), WARN, "no new jobs: disk", "ganger uncordon n1"),
         (Node(state=Node.STATE_DRAINING, state_reason="disk"), WARN, "move off, and", "ganger uncordon n1"),
         (
-            Node(state=Node.STATE_DRAINING, state_reason="reserved: disks", booking="disks"),
+            Node(state=Node.STATE_DRAINING, state_reason="reserved: disks", reservation="disks"),
             WARN,
             "gets no new ones: reserved: disks",
             "ganger reserve delete disks",

@@ -8,7 +8,7 @@ import time
 import pytest
 from ganger.v1 import node_pb2
 from ganger.wire import times
-from ganger.wire.errors import BookingNotFound
+from ganger.wire.errors import ReservationNotFound
 from kit.canned import Call, CannedMaster
 
 Output = pytest.CaptureFixture[str]
@@ -17,7 +17,7 @@ Output = pytest.CaptureFixture[str]
 def test_create_sends_nodes_times_and_users(call: Call, master: CannedMaster, capsys: Output) -> None:
     words = ("--nodes", "gpu[01-02]", "--start", "2h", "--duration", "4h", "--users", "ann, bob", "--lead", "5m")
     assert call("reserve", "create", "course", *words, "-m", "a course") == 0
-    sent = master.requests[-1].booking
+    sent = master.requests[-1].reservation
     assert (sent.name, sent.nodes, list(sent.users), sent.reason) == (
         "course",
         "gpu[01-02]",
@@ -31,7 +31,7 @@ def test_create_sends_nodes_times_and_users(call: Call, master: CannedMaster, ca
     assert said.startswith("reserved gpu[01-02] from ")
     assert said.endswith(": ann, bob\n")
     assert call("reserve", "create", "now", "--nodes", "n1", "--start", "now", "--duration", "1h", "--json") == 0
-    assert not master.requests[-1].booking.HasField("lead")
+    assert not master.requests[-1].reservation.HasField("lead")
     assert json.loads(capsys.readouterr().out)["name"] == "now"
 
 
@@ -57,10 +57,10 @@ def test_times_and_users_that_are_none_are_refused(
 
 def test_the_list_has_the_state_of_each(call: Call, master: CannedMaster, capsys: Output) -> None:
     now = time.time()
-    booking, phases = node_pb2.Booking, node_pb2.Booking
-    master.bookings.bookings.extend(
+    reservation, phases = node_pb2.Reservation, node_pb2.Reservation
+    master.reservations.reservations.extend(
         [
-            booking(
+            reservation(
                 name="later",
                 nodes="n[1-2]",
                 start_time=times.timestamp(now + 7_205.0),
@@ -68,7 +68,7 @@ def test_the_list_has_the_state_of_each(call: Call, master: CannedMaster, capsys
                 users=["ann", "bob", "cat", "dan"],
                 phase=phases.PHASE_AHEAD,
             ),
-            booking(
+            reservation(
                 name="upgrade",
                 nodes="n3",
                 start_time=times.timestamp(now - 300.0),
@@ -76,7 +76,7 @@ def test_the_list_has_the_state_of_each(call: Call, master: CannedMaster, capsys
                 reason="disks",
                 phase=phases.PHASE_ACTIVE,
             ),
-            booking(name="soon", nodes="n4", start_time=times.timestamp(now + 65.0), phase=phases.PHASE_EMPTYING),
+            reservation(name="soon", nodes="n4", start_time=times.timestamp(now + 65.0), phase=phases.PHASE_EMPTYING),
         ]
     )
     for words in (("reserve", "list"), ("reserve",)):
@@ -96,11 +96,11 @@ def test_the_list_has_the_state_of_each(call: Call, master: CannedMaster, capsys
 def test_one_is_shown_with_all_its_users_and_an_unknown_one_is_named(
     call: Call, master: CannedMaster, capsys: Output
 ) -> None:
-    now, booking = time.time(), node_pb2.Booking
+    now, reservation = time.time(), node_pb2.Reservation
     users = ["ann", "bob", "cat", "dan"]
     span = {"start_time": times.timestamp(now + 7_205.0), "end_time": times.timestamp(now + 9_000.0)}
-    master.bookings.bookings.append(
-        booking(name="course", nodes="n[1-2]", users=users, lead=times.duration(600.0), user="olga", **span)  # type: ignore[arg-type]
+    master.reservations.reservations.append(
+        reservation(name="course", nodes="n[1-2]", users=users, lead=times.duration(600.0), user="olga", **span)  # type: ignore[arg-type]
     )
     assert call("reserve", "show", "course") == 0
     said = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
@@ -117,7 +117,7 @@ def test_delete_names_what_is_deleted_and_without_any_a_script_reads_nothing(
     assert call("reserve", "delete", "a", "b") == 0
     assert [request.name for request in master.requests[-2:]] == ["a", "b"]
     assert capsys.readouterr().out == "deleted reservation a\ndeleted reservation b\n"
-    master.failing = BookingNotFound("there is no reservation 'a': there are none")
+    master.failing = ReservationNotFound("there is no reservation 'a': there are none")
     assert call("reserve", "delete", "a", "b") == 3
     said = capsys.readouterr()
     assert said.out == "deleted reservation b\n"

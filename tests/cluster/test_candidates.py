@@ -69,8 +69,8 @@ def test_a_gang_parked_on_a_type_that_it_prefers_less_resumes_there_first() -> N
     assert candidates(view, wanted, parked=there, limit=1).candidates == (there,)
 
 
-def test_nodes_reserved_for_a_gang_come_before_a_type_that_it_prefers() -> None:
-    found = candidates(two_types(), gang(2, device_type="new,old"), reserved_nodes={"o"}).candidates
+def test_nodes_kept_for_a_gang_come_before_a_type_that_it_prefers() -> None:
+    found = candidates(two_types(), gang(2, device_type="new,old"), kept_nodes={"o"}).candidates
     assert [claims[0].node for claims in found[:2]] == ["o", "n"]
 
 
@@ -186,10 +186,10 @@ def test_roles_of_different_shape_are_placed_whole() -> None:
     assert fit(cluster(2), GangShape(roles), claims) == ()
 
 
-def test_parked_place_comes_first_and_reserved_nodes_second() -> None:
+def test_parked_place_comes_first_and_kept_nodes_second() -> None:
     view = cluster(4)
     parked = (replace(candidates(view, gang(1)).candidates[0][0], node="s3"),)
-    placement = candidates(view, gang(1), parked=parked, reserved_nodes=["s2"])
+    placement = candidates(view, gang(1), parked=parked, kept_nodes=["s2"])
     assert placement.candidates[0] == parked
     assert placement.candidates[1][0].node == "s2"
 

@@ -234,12 +234,12 @@ def test_gang_goes_back_to_where_it_is_parked_and_else_to_nodes_it_prefers(name:
     (claim,) = placement.place(room, PlacementRequest(gang(2))) or ()
     parked = (replace(claim, node="s3"),)
     assert placement.place(room, PlacementRequest(gang(2), parked=parked)) == parked
-    assert placement.place(room, PlacementRequest(gang(2), reserved_nodes=frozenset({"s2"})))[0].node == "s2"  # type: ignore[index]
+    assert placement.place(room, PlacementRequest(gang(2), kept_nodes=frozenset({"s2"})))[0].node == "s2"  # type: ignore[index]
     elsewhere = placement.place(room, PlacementRequest(gang(2), parked=parked, avoid=frozenset({"s3"})))
     assert elsewhere is not None
     assert elsewhere[0].node != "s3"
     full = placement.place(
-        room, PlacementRequest(gang(2), reserved_nodes=frozenset({"s2"}), avoid=frozenset({"s0", "s1", "s2"}))
+        room, PlacementRequest(gang(2), kept_nodes=frozenset({"s2"}), avoid=frozenset({"s0", "s1", "s2"}))
     )
     assert full is not None
     assert full[0].node == "s3"

@@ -8,8 +8,8 @@ from ganger.cluster.topology import Topology, innermost_groups, parse_topology
 from ganger_master.core import approval, commands, gang_orders, machine
 from ganger_master.core.answers import Approved, SessionAnswer
 from ganger_master.core.job_model import JobSpec
+from ganger_master.core.kept_places import KeptPlace, KeptPlaceRequest, keep_places
 from ganger_master.core.node_model import Node
-from ganger_master.core.reservations import Reservation, ReservationRequest, reserve
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 from ganger_master.core.state_indexes import row_of
@@ -84,7 +84,7 @@ def test_a_row_counts_its_neighbours(held: list[tuple[int, int, int]]) -> None:
     )
 
 
-def test_places_reserved_for_blocked_jobs_are_searched_again_only_after_a_while() -> None:
+def test_places_kept_for_blocked_jobs_are_searched_again_only_after_a_while() -> None:
     state = with_policy()
     for command in story()[:4]:
         machine.step(state, command, 0.0)
@@ -95,14 +95,14 @@ def test_places_reserved_for_blocked_jobs_are_searched_again_only_after_a_while(
     assert isinstance(ask(state, 1, claim("n1", 0), 1.0), Approved)
     assert not isinstance(ask(state, 2, four, 1.0), Approved)
     late = 200.0
-    first = approval.reservations_of(state, [state.jobs[2]], late)
+    first = approval.kept_places_of(state, [state.jobs[2]], late)
     assert first == naive(state, 2)
     assert first[0].nodes == ("n2",)
     assert not isinstance(ask(state, 3, claim("n2", 1), late), Approved)
     assert isinstance(ask(state, 3, claim("n1", 1), late), Approved)
-    assert approval.reservations_of(state, [state.jobs[2]], late + 0.1) == first
-    assert approval.reservations_of(state, [state.jobs[2]], late + 1.0) == naive(state, 2)
-    assert approval.reservations_of(state, [state.jobs[4]], late) == ()
+    assert approval.kept_places_of(state, [state.jobs[2]], late + 0.1) == first
+    assert approval.kept_places_of(state, [state.jobs[2]], late + 1.0) == naive(state, 2)
+    assert approval.kept_places_of(state, [state.jobs[4]], late) == ()
 
 
 def ask(state: State, number: int, wanted: Claim, now: float) -> object:
@@ -110,6 +110,6 @@ def ask(state: State, number: int, wanted: Claim, now: float) -> object:
     return machine.step(state, request, now).answer
 
 
-def naive(state: State, number: int) -> tuple[Reservation, ...]:
+def naive(state: State, number: int) -> tuple[KeptPlace, ...]:
     job = state.jobs[number]
-    return reserve(state.view, [ReservationRequest(job.name, state.queue_rank(number), job.spec.shape())])
+    return keep_places(state.view, [KeptPlaceRequest(job.name, state.queue_rank(number), job.spec.shape())])

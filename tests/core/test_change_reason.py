@@ -6,7 +6,7 @@ from core.drive import Drive, job_of
 from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Claim
 from ganger_master.core.answers import JobAnswer, PlanAnswer, Refused, Rejected
-from ganger_master.core.commands import MoveJob, Promise, ProposePlan, Tick
+from ganger_master.core.commands import KeepPlace, MoveJob, ProposePlan, Tick
 from ganger_master.core.explain import RoomInProgress, kept_for, making_room_for
 from ganger_master.core.gang_model import GangPhase, ObservedPhase
 from ganger_master.core.job_model import SuspendLevel
@@ -48,7 +48,7 @@ def move(drive: Drive, number: int, claims: tuple[Claim, ...]) -> PlanChange:
 
 def test_the_explanation_names_jobs_that_make_room_and_the_history_their_costs() -> None:
     drive = fragmented()
-    drive.step(ProposePlan((move(drive, 1, place("n2", 0b1100)),), promises=(Promise(3, place("n1", 0b1111)),)))
+    drive.step(ProposePlan((move(drive, 1, place("n2", 0b1100)),), kept_places=(KeepPlace(3, place("n1", 0b1111)),)))
     assert making_room_for(drive.state, 3) == (RoomInProgress(1, HOLE, ("n1",), ("n2",), GangPhase.MOVING),)
     assert (making_room_for(drive.state, 2), kept_for(drive.state, 3)) == ((), ("n1",))
     begun = next(one for one in drive.told if one.kind == "move_begun")
@@ -76,25 +76,25 @@ def test_a_job_being_parked_for_another_counts_as_making_room() -> None:
     assert making_room_for(drive.state, 3) == (RoomInProgress(1, HOLE, ("n1",), (), GangPhase.STOPPING),)
 
 
-def test_no_other_job_gets_a_reserved_place_until_its_job_starts() -> None:
+def test_no_other_job_gets_a_kept_place_until_its_job_starts() -> None:
     drive = fragmented()
-    drive.step(ProposePlan((), promises=(Promise(3, place("n1", 0b1111)),)))
+    drive.step(ProposePlan((), kept_places=(KeepPlace(3, place("n1", 0b1111)),)))
     other = drive.submit(job_of(2))
     answer = drive.request(other, place("n1", 0b1100), turn=0)
     assert isinstance(answer, Rejected)
-    assert (answer.refusals[0].reason, answer.refusals[0].job) == (Reason.RESERVED, "jobs/3")
+    assert (answer.refusals[0].reason, answer.refusals[0].job) == (Reason.KEPT, "jobs/3")
     # A moving job does not get it either; the rest is free for every job.
     assert isinstance(drive.step(MoveJob(2, ("n1",))), Refused)
     answer = drive.step(ProposePlan((StartChange(other, drive.job(other).revision, place("n2", 0b1100)),)))
     assert isinstance(answer, PlanAnswer)
     assert answer.verdicts[0].approved
-    drive.step(ProposePlan((), promises=()))
+    drive.step(ProposePlan((), kept_places=()))
     assert isinstance(drive.step(MoveJob(2, ("n1",))), JobAnswer)
 
 
-def test_a_reserved_place_that_the_planner_no_longer_reports_is_free_again() -> None:
+def test_a_kept_place_that_the_planner_no_longer_reports_is_free_again() -> None:
     drive = fragmented()
-    drive.step(ProposePlan((), promises=(Promise(3, place("n1", 0b1111)),)))
+    drive.step(ProposePlan((), kept_places=(KeepPlace(3, place("n1", 0b1111)),)))
     drive.now += drive.state.settings.move_deadline_s - 1.0
     drive.step(Tick())
     assert kept_for(drive.state, 3) == ("n1",)

@@ -15,8 +15,8 @@ from ganger.job_state import JobState
 from ganger_master.core.answers import Refused, SessionAnswer
 from ganger_master.core.commands import (
     DrainNode,
+    KeepPlace,
     OpenSession,
-    Promise,
     ProposePlan,
     ResizeJob,
     ResumeJob,
@@ -211,11 +211,11 @@ def test_claims_of_other_sockets_than_their_node_s_are_refused_and_none_of_them_
     drive = Mixed(2)
     number, other = drive.running(job_of(2)), drive.submit(job_of(4))
     kept = [Claim(node, 0b11, kept_cores, GIB, 0, (2,)) for node in ("n2", "nowhere")]
-    drive.step(ProposePlan((), promises=(Promise(other, tuple(kept)),)))
+    drive.step(ProposePlan((), kept_places=(KeepPlace(other, tuple(kept)),)))
     (claim,) = drive.state.gangs[drive.job(number).epoch].claims
     refusal = drive.propose(drive.change(MoveChange, number, (replace(claim, node="n2", millicores=cores),)))[0]
     keeps, is_possible = len(kept_cores) == 2, len(cores) == 2
-    wanted = (Reason.RESERVED if keeps else None) if is_possible else Reason.CLAIM_MISMATCH
+    wanted = (Reason.KEPT if keeps else None) if is_possible else Reason.CLAIM_MISMATCH
     assert reason_of(refusal) is wanted
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from core.drive import Drive, job_of
 from ganger.job_state import JobState
-from ganger_master.core.commands import BookNodes, CordonNode, DrainNode, Observe, ProposePlan, UncordonNode
+from ganger_master.core.commands import CordonNode, DrainNode, Observe, ProposePlan, ReserveNodes, UncordonNode
 from ganger_master.core.explain import explain
 from ganger_master.core.gang_model import ObservedPhase, Outcome, OutcomeKind
 from ganger_master.core.node_health import faults_of, service_reason
-from ganger_master.core.node_model import Booking, NodeState
+from ganger_master.core.node_model import NodeState, Reservation
 from ganger_master.core.plan_changes import StartChange
 from ganger_master.core.settings import CoreSettings
 from msgspec.structs import replace
@@ -176,7 +176,7 @@ def test_a_job_moves_off_a_device_with_a_fault_and_the_others_of_the_node_stay()
     ("cause", "why"),
     [
         ("drain", "its node n1 is drained (new disks)"),
-        ("booking", "its node n1 is reserved (upgrade)"),
+        ("reservation", "its node n1 is reserved (upgrade)"),
         ("check", f"its node n1 is unhealthy ({CHECK['health_check']})"),
         ("device", "device 0 of its node n1 is out of service (XID 64)"),
     ],
@@ -192,8 +192,8 @@ def test_the_history_names_why_a_job_leaves_its_node(nodes: int, cause: str, why
     match cause:
         case "drain":
             drive.step(DrainNode("n1", "new disks"))
-        case "booking":
-            drive.step(BookNodes(Booking("upgrade", ("n1",), drive.now, drive.now + 60.0), "olga"))
+        case "reservation":
+            drive.step(ReserveNodes(Reservation("upgrade", ("n1",), drive.now, drive.now + 60.0), "olga"))
         case "check":
             reports(drive, "n1", CHECK)
         case _:

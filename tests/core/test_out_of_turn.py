@@ -16,7 +16,7 @@ def blocked_large(policy: str) -> tuple[Drive, int]:
     drive.start(drive.submit(job_of(3)))
     large = drive.submit(replace(job_of(6), priority=5))
     drive.request(large, blockers=True)
-    drive.now += CoreSettings().reserve_after_s + 1
+    drive.now += CoreSettings().keep_place_after_s + 1
     return drive, drive.submit(job_of(1))
 
 
@@ -27,19 +27,19 @@ def test_a_strict_queue_leaves_nothing_for_requests_out_of_turn_while_a_job_is_b
     assert answer.refusals[0].reason is Reason.PROTECTED
 
 
-def test_what_no_reservation_covers_may_be_had_out_of_turn_and_what_one_covers_may_not() -> None:
+def test_pieces_that_are_kept_for_no_job_may_be_had_out_of_turn_and_others_may_not() -> None:
     drive = Drive(2, CoreSettings(policy="backfill"))
     # Gangs of different sizes live on different nodes: no node is free as a whole.
     drive.start(drive.submit(job_of(1)))
     drive.start(drive.submit(job_of(2)))
     large = drive.submit(replace(job_of(4), locality=Locality(widest=LocalityLevel.NODE), priority=5))
     drive.request(large, blockers=True)
-    drive.now += CoreSettings().reserve_after_s + 1
+    drive.now += CoreSettings().keep_place_after_s + 1
     approved = 0
     for number in [drive.submit(job_of(1)) for _ in range(6)]:
         answer = drive.request(number, *drive.places(number), turn=0)
         approved += isinstance(answer, Approved)
-        assert isinstance(answer, Approved) or answer.refusals[0].reason is Reason.RESERVED
+        assert isinstance(answer, Approved) or answer.refusals[0].reason is Reason.KEPT
     assert approved == 2
     assert sorted(row.free_mask.bit_count() for row in drive.state.rows.values()) == [0, 3]
 

@@ -16,7 +16,7 @@ from ganger_master.core.approval import judge_change, may_never_start, rules
 from ganger_master.core.commands import (
     CordonNode,
     DrainNode,
-    Promise,
+    KeepPlace,
     ProposePlan,
     SubmitArray,
     SubmitJob,
@@ -367,8 +367,8 @@ def test_no_job_is_stopped_and_no_place_is_kept_for_a_job_that_may_not_be_in_its
         drive.state = after_restart(drive, settings_of({"batch": BATCH, "urgent": urgent}))
         is_closed = may_never_start(drive.state, drive.job(pending)) is not None
         assert (is_closed, may_never_start(drive.state, drive.job(running))) == (not kept, None)
-        drive.step(ProposePlan((), promises=(Promise(pending, claim_on("n2", 2)),)))
-        assert list(drive.state.queue.promised) == kept
+        drive.step(ProposePlan((), kept_places=(KeepPlace(pending, claim_on("n2", 2)),)))
+        assert list(drive.state.queue.kept_by_plan) == kept
         revision = drive.job(running).revision
         suspend = SuspendChange(running, revision, level=SuspendLevel.PAUSE, purpose=Purpose(Goal.HOLE, pending))
         move = MoveChange(running, revision, claim_on("n1", 2), purpose=Purpose(Goal.HOLE, pending))

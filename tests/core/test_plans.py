@@ -8,7 +8,7 @@ from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Claim
 from ganger.job_state import JobState
 from ganger_master.core.answers import PlanAnswer
-from ganger_master.core.commands import Promise, ProposePlan
+from ganger_master.core.commands import KeepPlace, ProposePlan
 from ganger_master.core.plan_changes import PlanChange, StartChange
 from ganger_master.core.settings import CoreSettings
 from msgspec.structs import replace
@@ -57,17 +57,17 @@ def test_of_two_changes_for_the_same_devices_the_first_gets_them() -> None:
 def test_a_plan_is_judged_by_the_places_that_it_keeps_not_by_those_of_the_plan_before() -> None:
     drive = Drive()
     large, small = drive.submit(job_of(4)), drive.submit(job_of(2))
-    kept = Promise(large, drive.places(large)[0])
-    drive.step(ProposePlan((), promises=(kept,)))
+    kept = KeepPlace(large, drive.places(large)[0])
+    drive.step(ProposePlan((), kept_places=(kept,)))
     begin = start(drive, small, drive.places(small)[0])
 
-    def verdict(promises: tuple[Promise, ...] | None) -> list[Reason]:
-        answer = drive.step(ProposePlan((begin,), promises=promises))
+    def verdict(kept_places: tuple[KeepPlace, ...] | None) -> list[Reason]:
+        answer = drive.step(ProposePlan((begin,), kept_places=kept_places))
         assert isinstance(answer, PlanAnswer)
         return [refusal.reason for refusal in answer.verdicts[0].refusals]
 
-    assert verdict(None) == [Reason.RESERVED], "they stand"
-    assert verdict((kept,)) == [Reason.RESERVED]
+    assert verdict(None) == [Reason.KEPT], "they stand"
+    assert verdict((kept,)) == [Reason.KEPT]
     assert verdict(()) == [], "the place that is kept no longer is free for this plan, too"
 
 
@@ -78,7 +78,7 @@ def test_a_place_that_is_kept_for_a_job_which_the_plan_starts_is_not_counted_twi
     # Together they have the node's cores.
     ((kept,), (left,)) = (one, other)
     kept, left = replace(kept, millicores=(8_000, 4_000)), replace(left, millicores=(0, 4_000))
-    drive.step(ProposePlan((), promises=(Promise(first, (kept,)),)))
+    drive.step(ProposePlan((), kept_places=(KeepPlace(first, (kept,)),)))
     assert propose(drive, start(drive, first, (kept,)), start(drive, second, (left,))) == [True, True]
 
 

@@ -6,7 +6,7 @@ import pytest
 from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Claim
 from ganger.cluster.view import View
-from ganger_master.core.reservations import ProtectedPieces, Reservation, protect, trespass
+from ganger_master.core.kept_places import KeptPlace, ProtectedPieces, protect, trespass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.clusters import GIB, cluster
@@ -54,7 +54,7 @@ def test_pieces_are_refused_exactly_where_they_are_kept_for_others_ahead(
 ) -> None:
     view = cluster(1)
     view.take(held)
-    protected = protect(view, [Reservation(of, its_rank, (pieces,)) for of, its_rank, pieces in kept])
+    protected = protect(view, [KeptPlace(of, its_rank, (pieces,)) for of, its_rank, pieces in kept])
     refusals = trespass(view, protected, [claim], rank=rank, job=job, holding=[own] if own else [])
     # What is kept counts with its arena.
     naive = [
@@ -63,7 +63,7 @@ def test_pieces_are_refused_exactly_where_they_are_kept_for_others_ahead(
     ]
     assert (not refusals) == naive_may(view, naive, claim, own, rank, job)
     for refusal in refusals:
-        assert (refusal.reason, refusal.node) == (Reason.RESERVED, "s0")
+        assert (refusal.reason, refusal.node) == (Reason.KEPT, "s0")
         assert refusal.job != job
 
 
@@ -77,7 +77,7 @@ def test_pieces_are_refused_exactly_where_they_are_kept_for_others_ahead(
 )
 def test_what_is_kept_for_several_adds_up(one: Claim) -> None:
     view = cluster(1)
-    first = [Reservation(f"jobs/{rank}", rank, (one,)) for rank in (1, 2)]
+    first = [KeptPlace(f"jobs/{rank}", rank, (one,)) for rank in (1, 2)]
     assert trespass(view, protect(view, first[:1]), [one], rank=3, job="jobs/3") == ()
     (refusal,) = trespass(view, protect(view, first), [one], rank=3, job="jobs/3")
-    assert (refusal.reason, refusal.job) == (Reason.RESERVED, "jobs/2")
+    assert (refusal.reason, refusal.job) == (Reason.KEPT, "jobs/2")

@@ -8,7 +8,7 @@ from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Locality, LocalityLevel, Role, TaskShape
 from ganger.job_state import JobState
 from ganger_master.core.answers import Answer, Approved, Refused, Rejected, SessionAnswer
-from ganger_master.core.approval import reservations_of
+from ganger_master.core.approval import kept_places_of
 from ganger_master.core.commands import (
     CancelJob,
     CordonNode,
@@ -188,10 +188,10 @@ def test_places_are_kept_for_the_first_few_and_follow_what_becomes_free() -> Non
     large = [drive.submit(whole) for _ in range(2)]
     for number in large:
         drive.request(number, blockers=True)
-    drive.now += CoreSettings().reserve_after_s + 1
+    drive.now += CoreSettings().keep_place_after_s + 1
 
     def kept() -> list[tuple[str, tuple[str, ...]]]:
-        return [(one.job, one.nodes) for one in reservations_of(drive.state, [drive.job(n) for n in large], drive.now)]
+        return [(one.job, one.nodes) for one in kept_places_of(drive.state, [drive.job(n) for n in large], drive.now)]
 
     ((job, (node,)),) = kept()
     assert job == f"jobs/{large[0]}"

@@ -7,7 +7,7 @@ from core.test_plans import propose, start
 from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Claim
 from ganger_master.core.answers import PlanAnswer
-from ganger_master.core.commands import Promise, ProposePlan
+from ganger_master.core.commands import KeepPlace, ProposePlan
 from ganger_master.core.plan_changes import CoresChange, PlanChange
 from msgspec.structs import replace
 
@@ -90,9 +90,9 @@ def test_a_gang_keeps_and_gives_back_cores_of_a_node_whose_free_ones_are_kept_fo
     drive.runs(number)
     (held,) = drive.state.gangs[drive.job(number).epoch].claims
     kept = replace(held, device_mask=0b1111, millicores=(8_000, 8_000), memory_bytes=16 * GIB, tasks=(4,))
-    drive.step(ProposePlan((), promises=(Promise(large, (kept,)),)))
+    drive.step(ProposePlan((), kept_places=(KeepPlace(large, (kept,)),)))
     for millicores, memory_bytes in ((4_000, 20 * GIB), (4_000, 10 * GIB)):
         assert propose(drive, cores(drive, number, millicores, memory_bytes)) == [True]
     answer = drive.step(ProposePlan((cores(drive, number, 4_001, 10 * GIB),)))
     assert isinstance(answer, PlanAnswer)
-    assert [refusal.reason for refusal in answer.verdicts[0].refusals] == [Reason.RESERVED]
+    assert [refusal.reason for refusal in answer.verdicts[0].refusals] == [Reason.KEPT]

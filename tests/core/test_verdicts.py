@@ -14,7 +14,7 @@ from ganger.cluster.view import View
 from ganger_master.core import explain
 from ganger_master.core.approval import CandidateApproval, CandidateRejection, approve, order
 from ganger_master.core.explain import Holder, estimate, placement_blockers
-from ganger_master.core.reservations import Protected, ReservationRequest, begins_at, protect, reserve
+from ganger_master.core.kept_places import KeptPlaceRequest, Protected, begins_at, keep_places, protect
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kit.clusters import cluster, gang, gangs, idle_row, server
@@ -31,8 +31,8 @@ def take(view: View, shape: GangShape, verdict: CandidateApproval | CandidateRej
 
 def test_a_place_is_kept_on_no_node_that_is_closed_to_the_job() -> None:
     view = cluster(2)
-    assert reserve(view, [ReservationRequest("jobs/1", 1, gang(4), closed=("s0",))])[0].nodes == ("s1",)
-    assert reserve(view, [ReservationRequest("jobs/1", 1, gang(8), closed=("s0",))]) == ()
+    assert keep_places(view, [KeptPlaceRequest("jobs/1", 1, gang(4), closed=("s0",))])[0].nodes == ("s1",)
+    assert keep_places(view, [KeptPlaceRequest("jobs/1", 1, gang(8), closed=("s0",))]) == ()
 
 
 def test_stale_view_is_fine_if_what_it_claims_is_still_free() -> None:
@@ -120,15 +120,15 @@ def test_concurrent_stale_schedulers_never_hold_a_piece_twice_and_gangs_are_whol
             assert sum(claim.tasks[index] for claim in claims) == role.tasks
 
 
-def test_reserved_pieces_are_kept_from_those_behind_and_free_for_those_ahead() -> None:
+def test_kept_pieces_are_closed_to_those_behind_and_free_for_those_ahead() -> None:
     view = cluster(2)
-    kept = reserve(view, [ReservationRequest("jobs/1", 2, gang(4))])
+    kept = keep_places(view, [KeptPlaceRequest("jobs/1", 2, gang(4))])
     assert [one.nodes for one in kept] == [("s0",)]
     protected = protect(view, kept)
     wanted = candidates(view, gang(1), only=["s0"]).candidates
     behind = approve(view, gang(1), wanted, rank=3, job="jobs/3", protected=protected)
     assert isinstance(behind, CandidateRejection)
-    assert (behind.refusals[0].reason, behind.refusals[0].job) == (Reason.RESERVED, "jobs/1")
+    assert (behind.refusals[0].reason, behind.refusals[0].job) == (Reason.KEPT, "jobs/1")
     for rank, job in [(1, "jobs/2"), (2, "jobs/1")]:
         assert isinstance(approve(view, gang(1), wanted, rank=rank, job=job, protected=protected), CandidateApproval)
     elsewhere = candidates(view, gang(1), only=["s1"]).candidates
@@ -147,12 +147,12 @@ def test_strict_queue_lets_no_job_pass_its_first() -> None:
 
 def test_places_are_kept_in_rank_order_whole_and_apart() -> None:
     view = cluster(2)
-    kept = reserve(
+    kept = keep_places(
         view,
         [
-            ReservationRequest("jobs/1", 3, gang(4)),
-            ReservationRequest("jobs/3", 1, gang(6)),
-            ReservationRequest("jobs/2", 2, gang(2)),
+            KeptPlaceRequest("jobs/1", 3, gang(4)),
+            KeptPlaceRequest("jobs/3", 1, gang(6)),
+            KeptPlaceRequest("jobs/2", 2, gang(2)),
         ],
     )
     assert [one.job for one in kept] == ["jobs/3", "jobs/2"]
@@ -166,27 +166,30 @@ def test_place_is_kept_where_the_fewest_devices_are_missing() -> None:
     view = cluster(3)
     for node, gpus in [("s0", 3), ("s1", 1), ("s2", 2)]:
         view.take(candidates(view, gang(gpus), only=[node]).candidates[0][0], gpus)
-    assert reserve(view, [ReservationRequest("jobs/1", 1, gang(4))])[0].nodes == ("s1",)
+    assert keep_places(view, [KeptPlaceRequest("jobs/1", 1, gang(4))])[0].nodes == ("s1",)
 
 
 def test_place_of_a_gang_over_nodes_is_kept_in_the_rack_that_is_freest() -> None:
     view = cluster(4, per_rack=2)
     for node in ("s0", "s1"):
         view.take(candidates(view, gang(4), only=[node]).candidates[0][0], 4)
-    assert reserve(view, [ReservationRequest("jobs/1", 1, gang(8, widest=LocalityLevel.RACK))])[0].nodes == ("s2", "s3")
+    assert keep_places(view, [KeptPlaceRequest("jobs/1", 1, gang(8, widest=LocalityLevel.RACK))])[0].nodes == (
+        "s2",
+        "s3",
+    )
 
 
 def test_place_is_kept_beside_the_most_free_cores() -> None:
     view = cluster(2)
     view.take(candidates(view, gang(0, cores=6), only=["s0"]).candidates[0][0])
-    assert reserve(view, [ReservationRequest("jobs/1", 1, gang(4))])[0].nodes == ("s1",)
+    assert keep_places(view, [KeptPlaceRequest("jobs/1", 1, gang(4))])[0].nodes == ("s1",)
 
 
 def test_kept_devices_are_the_free_ones_first() -> None:
     view = cluster(1)
     # Devices 0 and 1 are held.
     view.take(candidates(view, gang(2)).candidates[0][0], 2)
-    (claim,) = reserve(view, [ReservationRequest("jobs/1", 1, gang(3))])[0].claims
+    (claim,) = keep_places(view, [KeptPlaceRequest("jobs/1", 1, gang(3))])[0].claims
     assert claim.device_mask.bit_count() == 3
     assert claim.device_mask & view.row("s0").free_mask == view.row("s0").free_mask
 
@@ -194,14 +197,14 @@ def test_kept_devices_are_the_free_ones_first() -> None:
 def test_place_is_kept_only_on_nodes_that_take_gangs() -> None:
     view = cluster(2)
     view.set_available("s0", False)
-    assert reserve(view, [ReservationRequest("jobs/1", 1, gang(4))])[0].nodes == ("s1",)
+    assert keep_places(view, [KeptPlaceRequest("jobs/1", 1, gang(4))])[0].nodes == ("s1",)
     view.set_available("s1", False)
-    assert reserve(view, [ReservationRequest("jobs/1", 1, gang(4))]) == ()
+    assert keep_places(view, [KeptPlaceRequest("jobs/1", 1, gang(4))]) == ()
 
 
 def test_place_is_kept_without_arenas_and_whatever_the_gang_wishes() -> None:
-    (kept,) = reserve(
-        cluster(2), [ReservationRequest("jobs/1", 1, gang(8, arena_gib=1, wish=LocalityLevel.NODE, patience=600))]
+    (kept,) = keep_places(
+        cluster(2), [KeptPlaceRequest("jobs/1", 1, gang(8, arena_gib=1, wish=LocalityLevel.NODE, patience=600))]
     )
     assert sorted(kept.nodes) == ["s0", "s1"]
     assert [claim.arena_bytes for claim in kept.claims] == [0, 0]
@@ -209,10 +212,10 @@ def test_place_is_kept_without_arenas_and_whatever_the_gang_wishes() -> None:
 
 def test_place_is_gone_with_its_node() -> None:
     view = cluster(1)
-    kept = reserve(view, [ReservationRequest("jobs/1", 1, gang(4))])
+    kept = keep_places(view, [KeptPlaceRequest("jobs/1", 1, gang(4))])
     view.remove("s0")
     assert protect(view, kept).nodes == {}
-    assert reserve(view, [ReservationRequest("jobs/1", 1, gang(4))]) == ()
+    assert keep_places(view, [KeptPlaceRequest("jobs/1", 1, gang(4))]) == ()
 
 
 @pytest.mark.parametrize(("conflicts", "waited", "kept"), [(2, 119, False), (3, 0, True), (0, 120, True)])
@@ -235,7 +238,7 @@ def test_large_gang_is_not_starved_by_a_stream_of_small_ones(seed: int, large: i
         running = [one for one in running if one[0] > now]
         waits_long = begins_at(conflicts=now, since=0.0, after_s=120.0) <= 0.0
         protected = (
-            protect(view, reserve(view, [ReservationRequest("jobs/1", 1, shape)])) if waits_long else Protected()
+            protect(view, keep_places(view, [KeptPlaceRequest("jobs/1", 1, shape)])) if waits_long else Protected()
         )
         verdict = approve(view, shape, candidates(view, shape).candidates, rank=1, job="jobs/1", protected=protected)
         if isinstance(verdict, CandidateApproval):
@@ -255,9 +258,9 @@ def test_blockers_are_ordered_true_ones_first() -> None:
 
 def test_explanation_names_the_job_that_is_waited_for_and_nothing_when_it_could_start() -> None:
     view = cluster(1)
-    protected = protect(view, reserve(view, [ReservationRequest("jobs/1", 1, gang(4))]))
+    protected = protect(view, keep_places(view, [KeptPlaceRequest("jobs/1", 1, gang(4))]))
     (refusal,) = placement_blockers(view, gang(1), waited=0, protected=protected, rank=2, job="jobs/2")
-    assert (refusal.reason, refusal.job) == (Reason.RESERVED, "jobs/1")
+    assert (refusal.reason, refusal.job) == (Reason.KEPT, "jobs/1")
     assert placement_blockers(view, gang(1), waited=0, rank=2, job="jobs/2") == ()
     # One place is kept, another is not.
     view.put(idle_row("s1", server()))
@@ -347,10 +350,10 @@ def test_a_vacant_view_of_which_all_was_given_back_is_as_one_made_anew(
 ) -> None:
     history = History(cluster(4, per_rack=2))
     view = history.view
-    wanting = [ReservationRequest(f"jobs/{rank}", rank, shape) for rank, shape in enumerate(shapes, 1)]
+    wanting = [KeptPlaceRequest(f"jobs/{rank}", rank, shape) for rank, shape in enumerate(shapes, 1)]
     for what, at in changes:
         history.change(what, at, shapes[0])
         # A copy begins with nothing.
-        assert reserve(view, wanting) == reserve(view.copy(), wanting)
+        assert keep_places(view, wanting) == keep_places(view.copy(), wanting)
         rows = [replace(row, version=0) for row in view.vacant().rows()]
         assert rows == [replace(row, version=0) for row in view.emptied().rows()]

@@ -14,7 +14,7 @@ from ganger.cluster.fit import demand
 from ganger.cluster.placement import candidates, resized
 from ganger.cluster.resources import Claim
 from ganger.cluster.topology import bits
-from ganger_master.core.commands import Line, Promise, ProposePlan
+from ganger_master.core.commands import KeepPlace, Line, ProposePlan
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.plan_changes import (
@@ -54,18 +54,18 @@ def wild_plan(state: State, dice: Random, turns: float = 0.3) -> ProposePlan:
     most are, some also move time-sliced jobs."""
     changes = _rows(state, dice, turns > 0.5) if dice.random() < turns else _changes(state, dice)
     changes = [_garbled(state, dice, change) if dice.random() < 0.1 else change for change in changes]
-    promises = line = None
+    kept_places = line = None
     if dice.random() < 0.1:
-        promises = tuple(
+        kept_places = tuple(
             [
-                Promise(number, _claims(state, dice, state.jobs[number], {}))
+                KeepPlace(number, _claims(state, dice, state.jobs[number], {}))
                 for number in dice.sample(sorted(state.jobs.live), min(2, len(state.jobs.live)))
             ]
         )
     if dice.random() < 0.1:
         line = Line(tuple(dice.sample(sorted(state.jobs.live), len(state.jobs.live))), state.settings.policy)
     findings = tuple([TrialFinding(change.number, Goal.UNPACK, dice.random() < 0.5, 1.1) for change in changes[:1]])
-    return ProposePlan(tuple(changes), line=line, promises=promises, findings=findings)
+    return ProposePlan(tuple(changes), line=line, kept_places=kept_places, findings=findings)
 
 
 def let_go(state: State) -> ProposePlan:
@@ -76,7 +76,7 @@ def let_go(state: State) -> ProposePlan:
         if gang is None or not gang.parked_by_plan or job.next_epoch:
             continue
         changes.append(ResumeChange(number, job.revision))
-    return ProposePlan(tuple(changes), promises=())
+    return ProposePlan(tuple(changes), kept_places=())
 
 
 def go_elsewhere(state: State) -> ProposePlan:

@@ -24,10 +24,10 @@ VOLATILE: Final = frozenset(
     {
         "settings", "policy", "started",
         "reports", "ends", "last_answer", "last_reports", "rows_seen", "left_by",
-        "next_silence_check", "drained_in_vain", "booking_at",
+        "next_silence_check", "drained_in_vain", "reservation_at",
         "aside", "aside_from", "aside_at",
         "refusals", "lacking", "blocked", "conflicts", "kept", "leases", "turn_of", "next_turn", "passed", "declined",
-        "lost_turns", "returned", "claimed_by", "ranks", "ranked_by", "promised", "promised_at", "wake_at",
+        "lost_turns", "returned", "claimed_by", "ranks", "ranked_by", "kept_by_plan", "kept_by_plan_at", "wake_at",
         "cores_curves", "parties", "projected",
         "dirty", "is_kept", "history", "_puts", "_removes", "_counters_taken",
     }

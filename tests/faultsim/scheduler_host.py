@@ -72,7 +72,7 @@ class SimHost:
             rank=turn.rank,
             waited_s=max(0.0, self.master.now() - (job.pending_since or self.master.now())),
             parked=parked.parked_claims if parked is not None else (),
-            reserved_nodes=turn.reserved_nodes,
+            kept_nodes=turn.kept_nodes,
             suggested=turn.suggested,
         )
         scheduler = self._schedulers.setdefault(turn.number, self._make_scheduler())

@@ -4,7 +4,7 @@ node NAME TOPOLOGY [type=T] [user=U] [disk=MB/s] [net=MB/s]       policy NAME | 
 partition NAME [nodes= users= time= gpus= priority= preemptible=]      leave PARTITION     restart (with other settings)
 submit GPUS [steps= cores= memory= type= within= user= priority= failures= disk= net= partition= time=]
 told JOB KIND   cancel|resume|why|show|fails JOB           suspend JOB LEVEL              move JOB [NODE]
-backup | restore | quarantine adopt|end JOB      book NAME NODE in=SECONDS for=SECONDS [users= lead=]
+backup | restore | quarantine adopt|end JOB      reserve NAME NODE in=SECONDS for=SECONDS [users= lead=]
 check NODE [FAILURE]              fault NODE DEVICE REASON
 cordon|uncordon|drain|reboot|silent|heard|storage|nostorage NODE     residue MEBIBYTES     run SECONDS      nodes
 """
@@ -30,7 +30,7 @@ from ganger_master.core.explain import explain
 from ganger_master.core.gang_model import OutcomeKind
 from ganger_master.core.job_model import JobSpec, SuspendLevel
 from ganger_master.core.node_health import faults_of
-from ganger_master.core.node_model import Booking
+from ganger_master.core.node_model import Reservation
 from ganger_master.core.partitions import Partition, partitions_of
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.teams import limits_of
@@ -293,11 +293,11 @@ class _Story:
     def _drain(self, node: str) -> Iterator[str]:
         yield from self._ask(commands.DrainNode(node, "repair"))
 
-    def _book(self, name: str, node: str, users: str = "", lead: str = "0", **times: str) -> Iterator[str]:
+    def _reserve(self, name: str, node: str, users: str = "", lead: str = "0", **times: str) -> Iterator[str]:
         start = self.cluster.master.now() + float(times["in"])
         named = tuple(users.split(",")) if users else ()
-        booking = Booking(name, (node,), start, start + float(times["for"]), named, lead_s=float(lead))
-        yield from self._ask(commands.BookNodes(booking, "olga"))
+        reservation = Reservation(name, (node,), start, start + float(times["for"]), named, lead_s=float(lead))
+        yield from self._ask(commands.ReserveNodes(reservation, "olga"))
 
     def _reboot(self, node: str) -> Iterator[str]:
         daemon = self.cluster.daemons[node]

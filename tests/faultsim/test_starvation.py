@@ -111,7 +111,7 @@ def test_a_gang_of_the_whole_cluster_is_not_starved_by_small_jobs_that_keep_comi
     cluster.unleash()
     wish = Locality(wish=LocalityLevel.SOCKET, patience_s=100.0) if seed % 2 else None
     wanted = cluster.submit(job_of(4 * nodes, 10, own, wish))
-    deadline = cluster.engine.now + CoreSettings().reserve_after_s + LONGEST + DELAYS
+    deadline = cluster.engine.now + CoreSettings().keep_place_after_s + LONGEST + DELAYS
     while not (wanted.number and cluster.state.jobs[wanted.number].start_time):
         next(coming)
         assert cluster.engine.now < deadline, cluster.state.blockers_of(wanted.number)

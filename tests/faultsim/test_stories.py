@@ -511,12 +511,12 @@ def test_why_names_storage_that_the_node_does_not_see() -> None:
     ends(cluster, number)
 
 
-def test_why_names_a_reservation() -> None:
+def test_why_names_a_kept_place() -> None:
     cluster = cluster_of(1, CoreSettings(policy="backfill"))
     first = started(cluster, job_of(3, steps=2_000))
     large = waits_for(cluster, job_of(4), Reason.GPUS)
     cluster.run_for(150.0)
-    number = waits_for(cluster, job_of(1), Reason.RESERVED)
+    number = waits_for(cluster, job_of(1), Reason.KEPT)
     cluster.ask(CancelJob(large))
     assert cluster.run_until(lambda: phase(cluster, number) is GangPhase.RUNNING, 30.0)
     cluster.ask(CancelJob(first))

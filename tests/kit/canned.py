@@ -45,7 +45,7 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
         self.explanation = job_service_pb2.Explanation()
         self.usage = usage_pb2.Usage()
         self.partitions = node_pb2.ListPartitionsResponse()
-        self.bookings = node_pb2.ListBookingsResponse()
+        self.reservations = node_pb2.ListReservationsResponse()
         self.requests: list[Any] = []
         self.failing: Exception | None = None
         # What a retune does to the jobs, and a cancel beside ending one.
@@ -108,17 +108,17 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
         self._taken(request)
         return array_pb2.Array(name="arrays/1", size=len(request.members))
 
-    async def CreateBooking(self, request: Any, context: Any) -> node_pb2.Booking:
+    async def CreateReservation(self, request: Any, context: Any) -> node_pb2.Reservation:
         self._taken(request)
-        return request.booking  # type: ignore[no-any-return]
+        return request.reservation  # type: ignore[no-any-return]
 
-    async def ListBookings(self, request: Any, context: Any) -> node_pb2.ListBookingsResponse:
+    async def ListReservations(self, request: Any, context: Any) -> node_pb2.ListReservationsResponse:
         self._taken(request)
-        return self.bookings
+        return self.reservations
 
-    async def DeleteBooking(self, request: Any, context: Any) -> node_pb2.DeleteBookingResponse:
+    async def DeleteReservation(self, request: Any, context: Any) -> node_pb2.DeleteReservationResponse:
         self._taken(request)
-        return node_pb2.DeleteBookingResponse()
+        return node_pb2.DeleteReservationResponse()
 
     async def ListPartitions(self, request: Any, context: Any) -> node_pb2.ListPartitionsResponse:
         self._taken(request)

@@ -103,7 +103,7 @@ class Moved(Planned):
 
     def proposed(self, kept_out: ExcludedJobs = NONE_EXCLUDED) -> list[tuple[str, int]]:
         found = self.found(kept_out)
-        answer = self.step(ProposePlan(found.changes, promises=self.moving.promises, findings=self.findings))
+        answer = self.step(ProposePlan(found.changes, kept_places=self.moving.kept_places, findings=self.findings))
         assert isinstance(answer, PlanAnswer)
         assert all(verdict.approved for verdict in answer.verdicts), answer
         return [(change.kind, change.number) for change in found.changes]
@@ -157,7 +157,7 @@ def test_a_hole_is_made_once_the_gang_has_waited_as_long_as_it_costs_and_is_kept
     assert [one.number for one in making_room_for(drive.state, large)] == [moved]
     assert kept_for(drive.state, large) == (node,)
     drive.seen(moved, drive.job(moved).next_epoch, ObservedPhase.PREPARED)
-    # A new job may have what is left, but not the reserved place.
+    # A new job may have what is left, but not the kept place.
     other = drive.submit(together(3))
     assert drive.proposed() == []
     least = drive.submit(together(1))
@@ -200,7 +200,7 @@ def test_when_the_gang_is_gone_no_other_job_moves_for_it() -> None:
     drive.step(CancelJob(large))
     drive.moves(moved)
     assert drive.proposed() == []
-    assert (drive.moving.plans, drive.state.queue.promised) == ((), {})
+    assert (drive.moving.plans, drive.state.queue.kept_by_plan) == ((), {})
 
 
 def test_an_errand_whose_place_is_taken_is_given_up_and_another_found() -> None:

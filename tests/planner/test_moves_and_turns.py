@@ -82,7 +82,7 @@ def test_a_job_parked_on_its_way_resumes_at_its_destination() -> None:
     assert drive.proposed() == []
 
 
-def test_a_job_that_arrives_meanwhile_does_not_get_the_reserved_place() -> None:
+def test_a_job_that_arrives_meanwhile_does_not_get_the_kept_place() -> None:
     drive, pair = resting()
     drive.submit(together(2))
     assert drive.proposed() == [("MOVE", pair)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ganger.cluster.resources import Claim
-from ganger_master.core.commands import Promise
+from ganger_master.core.commands import KeepPlace
 from ganger_master.core.plan_changes import Goal, PlanChange, StartChange, SuspendChange, TrialFinding
 from ganger_master.planner.context import Plan, parts_of
 from hypothesis import given
@@ -57,12 +57,12 @@ def test_nothing_is_lost_or_cut(groups: list[int], most: int) -> None:
         assert len(part) <= most or len({change.together for change in part}) == 1
 
 
-def test_findings_and_reservations_go_with_the_first_part_and_the_line_with_the_last() -> None:
-    findings, reservations = (TrialFinding(1, Goal.PACK, True, 1.2),), (Promise(7, ()),)
-    whole = Plan(plan(0, 0, 0).changes, findings, (7, 8), reservations)
+def test_findings_and_kept_places_go_with_the_first_part_and_the_line_with_the_last() -> None:
+    findings, kept_places = (TrialFinding(1, Goal.PACK, True, 1.2),), (KeepPlace(7, ()),)
+    whole = Plan(plan(0, 0, 0).changes, findings, (7, 8), kept_places)
     first, second, last = parts_of(whole, 1)
-    assert (first.findings, first.line, first.reservations) == (findings, None, reservations)
-    assert (second.findings, second.line, second.reservations) == ((), None, None)
-    assert (last.findings, last.line, last.reservations) == ((), (7, 8), None)
+    assert (first.findings, first.line, first.kept_places) == (findings, None, kept_places)
+    assert (second.findings, second.line, second.kept_places) == ((), None, None)
+    assert (last.findings, last.line, last.kept_places) == ((), (7, 8), None)
     assert list(parts_of(Plan(line=()))) == [Plan(line=())]
     assert list(parts_of(Plan())) == []

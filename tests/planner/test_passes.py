@@ -312,7 +312,7 @@ def test_refusals_stand_for_seconds_and_what_a_fresh_view_cures_is_not_noted() -
     assert refused.at(15.0) is NONE_EXCLUDED
 
 
-@pytest.mark.parametrize("reason", [Reason.STORAGE_NOT_SHARED, Reason.BOOKED])
+@pytest.mark.parametrize("reason", [Reason.STORAGE_NOT_SHARED, Reason.NODE_RESERVED])
 def test_nodes_that_are_closed_to_a_job_add_up(reason: Reason) -> None:
     refused = RefusalBackoff()
     for node in ("n1", "n2"):
@@ -330,7 +330,7 @@ def test_room_that_is_made_in_vain_is_noted_for_the_job_that_was_to_have_it(
 ) -> None:
     refused = RefusalBackoff()
     stop = SuspendChange(1, 1, purpose=Purpose(Goal.HOLE, 7))
-    refused.note(stop, [Refusal(Reason.BOOKED, node="n1", job=helped)], 10.0)
+    refused.note(stop, [Refusal(Reason.NODE_RESERVED, node="n1", job=helped)], 10.0)
     assert (refused.at(12.0).nodes, refused.at(12.0).not_stopped) == (closed, not_stopped)
 
 

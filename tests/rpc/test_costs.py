@@ -170,11 +170,11 @@ def worst_plans() -> list[scheduling_pb2.Plan | bytes]:
     ]
 
 
-def worst_bookings() -> list[node_pb2.CreateBookingRequest]:
+def worst_reservations() -> list[node_pb2.CreateReservationRequest]:
     """Ranges of as many nodes as there may be, names of known ones again and again, and many users."""
     week = {"start_time": times.timestamp(1e9), "end_time": times.timestamp(1e9 + 604_800.0)}
     return [
-        node_pb2.CreateBookingRequest(booking=node_pb2.Booking(name="b", nodes=nodes, users=users, **week))
+        node_pb2.CreateReservationRequest(reservation=node_pb2.Reservation(name="b", nodes=nodes, users=users, **week))
         for nodes, users in (
             ("n[1-100000]", []),
             ("a[1-300]b[1-300]", []),
@@ -240,9 +240,9 @@ WORST: dict[str, Callable[[], list[Any]]] = {
     f"/{_NODES}/AdoptQuarantinedGang": lambda: [_N.AdoptQuarantinedGangRequest(name="quarantinedGangs/u-1")],
     f"/{_NODES}/SettleRestore": lambda: [_N.SettleRestoreRequest()],
     f"/{_NODES}/ListPartitions": lambda: [_N.ListPartitionsRequest()],
-    f"/{_NODES}/CreateBooking": worst_bookings,
-    f"/{_NODES}/ListBookings": lambda: [_N.ListBookingsRequest(), _N.ListBookingsRequest(page_size=1_000)],
-    f"/{_NODES}/DeleteBooking": lambda: [_N.DeleteBookingRequest(name=_LONG)],
+    f"/{_NODES}/CreateReservation": worst_reservations,
+    f"/{_NODES}/ListReservations": lambda: [_N.ListReservationsRequest(), _N.ListReservationsRequest(page_size=1_000)],
+    f"/{_NODES}/DeleteReservation": lambda: [_N.DeleteReservationRequest(name=_LONG)],
     f"/{_NODES}/GetCluster": lambda: [_N.GetClusterRequest()],
     # A state with its environments, written by a thread of its own.
     f"/{_NODES}/RecordDecisions": lambda: [

@@ -135,9 +135,9 @@ TABLE = """
 /ganger.v1.NodeService/DeclareNodeLost       ---VT+RR+RRRRR
 /ganger.v1.NodeService/RemoveNode            ---VT+RR+RRRRR
 /ganger.v1.NodeService/ListPartitions        ---VT++++RR++R
-/ganger.v1.NodeService/CreateBooking         ---VT+RR+RRRRR
-/ganger.v1.NodeService/ListBookings          ---VT++++RR++R
-/ganger.v1.NodeService/DeleteBooking         ---VT+RR+RRRRR
+/ganger.v1.NodeService/CreateReservation         ---VT+RR+RRRRR
+/ganger.v1.NodeService/ListReservations          ---VT++++RR++R
+/ganger.v1.NodeService/DeleteReservation         ---VT+RR+RRRRR
 /ganger.v1.NodeService/GetCluster            ---VT++++RR++R
 /ganger.v1.NodeService/RecordDecisions       ---VT+RR+RRRRR
 /ganger.v1.NodeService/ListQuarantinedGangs  ---VT+RR+RRRRR

@@ -126,8 +126,8 @@ def test_metrics_are_served_beyond_loopback_only_with_certificates(address: str,
 
 
 def test_room_is_kept_for_a_gang_after_the_time_that_is_set() -> None:
-    assert load({"state_dir": "/s"}, {}).reserve_after_s == 120.0
-    assert load({"state_dir": "/s", "reserve_after": "2s"}, {}).reserve_after_s == 2.0
+    assert load({"state_dir": "/s"}, {}).keep_place_after_s == 120.0
+    assert load({"state_dir": "/s", "keep_place_after": "2s"}, {}).keep_place_after_s == 2.0
 
 
 @pytest.mark.parametrize(("told", "moves"), [("auto", None), ("0", 0.0), ("2.5", 2.5), (3, 3.0)])

@@ -40,10 +40,10 @@ def test_example_stays_away_from_other_jobs_for_a_minute() -> None:
 def test_default_leaves_alone_what_was_kept_for_others_until_its_next_turn() -> None:
     view, default = cluster(2), DefaultScheduler()
     assert default.propose(turn(), view).candidates[0][0].node == "s0"
-    again = default.on_rejected(turn(), view, [Refusal(Reason.RESERVED, node="s0", job="jobs/9")])
+    again = default.on_rejected(turn(), view, [Refusal(Reason.KEPT, node="s0", job="jobs/9")])
     assert again is not None
     assert {claims[0].node for claims in again.candidates} == {"s1"}
-    passed = default.on_rejected(turn(), view, [Refusal(Reason.RESERVED, node="s1", job="jobs/9")])
+    passed = default.on_rejected(turn(), view, [Refusal(Reason.KEPT, node="s1", job="jobs/9")])
     assert passed is not None
     assert (passed.candidates, passed.blockers[0].job) == ((), "jobs/9")
     assert default.propose(turn(number=2), view).candidates[0][0].node == "s0"
@@ -52,7 +52,7 @@ def test_default_leaves_alone_what_was_kept_for_others_until_its_next_turn() -> 
 def test_default_remembers_in_its_next_turn_what_was_kept_for_others() -> None:
     view, default = cluster(2), DefaultScheduler()
     assert default.propose(turn(), view).candidates[0][0].node == "s0"
-    default.on_rejected(turn(), view, [Refusal(Reason.RESERVED, node="s0", job="jobs/9")])
+    default.on_rejected(turn(), view, [Refusal(Reason.KEPT, node="s0", job="jobs/9")])
     assert default.propose(turn(number=2), view).candidates[0][0].node == "s1"
 
 
@@ -78,7 +78,7 @@ def test_the_default_scheduler_requests_the_planners_suggestion_and_another_plac
     (elsewhere,) = [(moved(claims[0], node=node),) for node in ("s0", "s1") if node != claims[0].node]
     suggesting = replace(turn(number=2), parked=claims, suggested=elsewhere)
     assert default.propose(suggesting, view).candidates == (elsewhere,), "the planner knows where the job is parked"
-    kept = Refusal(Reason.RESERVED, node=elsewhere[0].node)
+    kept = Refusal(Reason.KEPT, node=elsewhere[0].node)
     again = default.on_rejected(suggesting, view, [kept])
     assert again is not None
     assert elsewhere not in again.candidates

@@ -47,7 +47,7 @@ from guards.replays import REPLAYS, ReplayCase
 
 # Names of today -> names in the recorded lines: of commands, events, fields ("field", or "Class.field") and enum
 # members.
-NAMES: Final[Mapping[str, str]] = STORED_NAMES
+NAMES: Final[Mapping[str, str]] = {**STORED_NAMES, "kept_places": "promises"}
 
 # Texts for people.
 _TEXTS: Final = frozenset({"reason", "detail"})

@@ -223,9 +223,9 @@ def node_findings(node: Node) -> Iterator[Finding]:
     if state is not None and not (node.faults and node.state == node.STATE_DRAINING):
         level, found, advice = state
         reason = f": {node.state_reason}" if node.state_reason else ""
-        if node.booking and node.state == node.STATE_DRAINING:
-            advice = "it returns by itself at the end, or: ganger reserve delete {booking}"
-        findings.append(Finding(level, name, found + reason, advice.format(node=name, booking=node.booking)))
+        if node.reservation and node.state == node.STATE_DRAINING:
+            advice = "it returns by itself at the end, or: ganger reserve delete {reservation}"
+        findings.append(Finding(level, name, found + reason, advice.format(node=name, reservation=node.reservation)))
     advice = "mend it; the node returns by itself once its check has passed often enough"
     findings += [Finding(FAIL, name, fault, advice) for _, fault in sorted(node.faults.items())]
     faults = [f"GPU {device}: {fault}" for device, fault in sorted(node.device_faults.items())]

@@ -11,10 +11,10 @@ from ganger.cli.options import json_option, open_client
 from ganger.console import CommandError, ExitCode, print_json, print_pairs, print_table, visible
 from ganger.text import format_duration, parse_duration
 from ganger.wire import times
-from ganger.wire.errors import BookingNotFound
+from ganger.wire.errors import ReservationNotFound
 
 if TYPE_CHECKING:
-    from ganger.v1.node_pb2 import Booking
+    from ganger.v1.node_pb2 import Reservation
 
 _HEADINGS = ("NAME", "STATE", "START", "END", "FOR", "NODES", "REASON")
 _SPARE = ("REASON", "END")
@@ -43,10 +43,10 @@ def create(
     name: str, nodes: str, start: str, duration: str, users: str | None, lead: str | None, reason: str, as_json: bool
 ) -> None:
     """Reserve nodes. Their jobs are moved away before, and none is started that could not leave or end in time."""
-    from ganger.v1.node_pb2 import Booking
+    from ganger.v1.node_pb2 import Reservation
 
     begin, length = _start(start), _duration("--duration", duration)
-    booking = Booking(
+    reservation = Reservation(
         name=name,
         nodes=nodes,
         start_time=times.timestamp(begin),
@@ -56,7 +56,7 @@ def create(
         reason=reason,
     )
     with open_client() as client:
-        made = client.create_booking(booking)
+        made = client.create_reservation(reservation)
     if as_json:
         print_json(made)
     else:
@@ -77,7 +77,7 @@ def list_(as_json: bool) -> None:
 def show(name: str, as_json: bool) -> None:
     """Show all that is known of a reservation. To change it, delete it and create it anew."""
     with open_client() as client:
-        found = {one.name: one for one in client.list_bookings()}
+        found = {one.name: one for one in client.list_reservations()}
     one = found.get(name)
     if one is None:
         there = f"there are {', '.join(found)}" if found else "there are none"
@@ -98,8 +98,8 @@ def delete(names: tuple[str, ...]) -> None:
         unknown = []
         for name in names:
             try:
-                client.delete_booking(name)
-            except BookingNotFound as error:
+                client.delete_reservation(name)
+            except ReservationNotFound as error:
                 unknown.append(str(error))
             else:
                 print(f"deleted reservation {name}")
@@ -109,14 +109,14 @@ def delete(names: tuple[str, ...]) -> None:
 
 def _list(as_json: bool) -> None:
     with open_client() as client:
-        found = client.list_bookings()
+        found = client.list_reservations()
     if as_json:
         print_json(found)
     else:
         print_table(_HEADINGS, [_row(one) for one in found], "no reservations", _SPARE)
 
 
-def _row(one: Booking) -> tuple[str, ...]:
+def _row(one: Reservation) -> tuple[str, ...]:
     return (
         visible(one.name),
         _state(one),
@@ -128,7 +128,7 @@ def _row(one: Booking) -> tuple[str, ...]:
     )
 
 
-def _state(one: Booking) -> str:
+def _state(one: Reservation) -> str:
     """Return "in 2h", "emptying its nodes" or "since 5m"."""
     seconds = times.unix_s(one.start_time) - time.time()
     if one.phase == one.PHASE_EMPTYING:
@@ -136,7 +136,7 @@ def _state(one: Booking) -> str:
     return f"since {format_duration(-seconds)}" if seconds <= 0 else f"in {format_duration(seconds)}"
 
 
-def _purpose(one: Booking) -> str:
+def _purpose(one: Reservation) -> str:
     users = ", ".join(map(visible, one.users[:_USERS_SHOWN]))
     return users + (", ..." if len(one.users) > _USERS_SHOWN else "") if users else "maintenance"
 

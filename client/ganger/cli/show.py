@@ -252,8 +252,8 @@ def why(job: str, cpus: bool, as_json: bool) -> None:
     for name, text in (("trouble", answer.job.trouble), ("stop rule", unjudged), ("deadline", answer.deadline_advice)):
         if text:
             print_line(f"{name}: {text}")
-    if answer.reserved_nodes:
-        print_line(f"a place is kept for it on {', '.join(answer.reserved_nodes)}")
+    if answer.kept_nodes:
+        print_line(f"a place is kept for it on {', '.join(answer.kept_nodes)}")
     for mover in answer.migration_steps:
         print_line(f"room is being made: {job_table.mover(mover)}")
     if not answer.blockers and (where or answer.job.state in FINISHED):

@@ -91,7 +91,7 @@ class Reason(Enum):
     )
     NODE_SILENT = "NODE_SILENT", _BLOCKER, "the node's daemon does not call, so no order reaches it"
     PROTECTED = "PROTECTED", _BLOCKER, "the pieces are kept for a job that goes first", Effect.EXCLUDES_NODE
-    RESERVED = "RESERVED", _BLOCKER, "the pieces are reserved for a large gang", Effect.EXCLUDES_NODE
+    KEPT = "KEPT", _BLOCKER, "the pieces are kept for a large gang", Effect.EXCLUDES_NODE
     RANKED = "RANKED", _BLOCKER, "the planner lets others have the devices first"
     QUOTA = "QUOTA", _BLOCKER, "the user's share is used up", Effect.PASSED_OVER | Effect.NAMED_FIRST
     NO_SUCH_PARTITION = "NO_SUCH_PARTITION", _BLOCKER, "the cluster has no partition of this name", _OF_PARTITION
@@ -108,8 +108,8 @@ class Reason(Enum):
         900.0,
     )
     CANNOT_SWITCH_USER = "CANNOT_SWITCH_USER", _BLOCKER, "the daemon cannot become the job's user", _OF_NODE, 900.0
-    # Pending jobs are reported anew once a booking is gone.
-    BOOKED = "BOOKED", _BLOCKER, "the node is reserved for other users", _OF_NODE, 900.0
+    # Pending jobs are reported anew once a reservation is gone.
+    NODE_RESERVED = "NODE_RESERVED", _BLOCKER, "the node is reserved for other users", _OF_NODE, 900.0
     CANNOT_RESTORE = "CANNOT_RESTORE", _BLOCKER, "the node cannot restore the job's process image", _OF_NODE, 900.0
     QUARANTINED = "QUARANTINED", _BLOCKER, "a gang of it that the master did not start is there already"
     LAUNCH_FAILED = (

@@ -41,14 +41,14 @@ class PlacementRequest(Struct, frozen=True, gc=False):
     """What a job asks of a placement. `waited_s`: while its patience lasts only what meets its wish is found.
 
     `parked`: where its state is parked, which is the first candidate if it is free still, the memory kept there being
-    the job's own. `reserved_nodes` are tried next, then all others. `avoid`: nodes not to use; `only`: the nodes to use
+    the job's own. `kept_nodes` are tried next, then all others. `avoid`: nodes not to use; `only`: the nodes to use
     (None: all). `limit`: the most candidates.
     """
 
     shape: GangShape
     waited_s: float = 0.0
     parked: Claims = ()
-    reserved_nodes: frozenset[str] = _NOWHERE
+    kept_nodes: frozenset[str] = _NOWHERE
     avoid: frozenset[str] = _NOWHERE
     only: frozenset[str] | None = None
     limit: int = 1
@@ -67,7 +67,7 @@ class PlacementPreference:
 
     def place(self, index: CapacityIndex, request: PlacementRequest) -> Claims | None:
         """The first candidate, or None. Nothing is taken."""
-        if request.parked or request.reserved_nodes or request.avoid or request.only is not None:
+        if request.parked or request.kept_nodes or request.avoid or request.only is not None:
             return next(iter(self.places(index, request)), None)
         # The planner asks thousands of times a pass, nearly always for any place.
         return next(self._candidates(index, request), None)
@@ -82,9 +82,9 @@ class PlacementPreference:
         is_avoided = any(claim.node in avoid for claim in parked)
         if parked and not is_avoided and (claims := resumed_in_place(index.view, request.shape, parked)):
             found.append(claims)
-        if request.reserved_nodes and request.only is None and len(found) < limit:
-            reserved = CapacityIndex(index.view, request.reserved_nodes - avoid)
-            found += islice(self._candidates(reserved, request), limit - len(found))
+        if request.kept_nodes and request.only is None and len(found) < limit:
+            kept = CapacityIndex(index.view, request.kept_nodes - avoid)
+            found += islice(self._candidates(kept, request), limit - len(found))
         if len(found) >= limit:
             return found
         where = index if request.only is None else CapacityIndex(index.view, request.only)

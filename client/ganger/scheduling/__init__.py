@@ -34,7 +34,7 @@ class PlacementLease:
     # Where the job's state is parked: placed there again it resumes at once.
     parked: tuple[Claim, ...] = ()
     # Nodes of which pieces are kept for this job.
-    reserved_nodes: tuple[str, ...] = ()
+    kept_nodes: tuple[str, ...] = ()
     # Where the planner would start the job, with the cores and the number of devices that it chose.
     suggested: tuple[Claim, ...] = ()
     # Of the view for which it is granted, which may be newer than the scheduler's.
@@ -74,7 +74,7 @@ _MOST_BLOCKERS = 16
 
 
 class DefaultScheduler(JobScheduler):
-    """The planner's suggestion, then where the state is parked, then what is reserved, then by Algorithm 1."""
+    """The planner's suggestion, then where the state is parked, then the kept place, then by Algorithm 1."""
 
     def __init__(self) -> None:
         self._turn = 0
@@ -95,7 +95,7 @@ class DefaultScheduler(JobScheduler):
             placement = self._places(lease, view)
         if placement.candidates:
             return Proposal(placement.candidates)
-        # With nodes avoided because they are kept for others, the reservations are the true blockers.
+        # With nodes avoided because they are kept for others, the kept places are the true blockers.
         return Proposal((), (*self._refused, *placement.refusals)[:_MOST_BLOCKERS])
 
     def _places(self, lease: PlacementLease, view: View) -> PlacementAnswer:
@@ -104,7 +104,7 @@ class DefaultScheduler(JobScheduler):
             lease.shape,
             waited_s=lease.waited_s,
             parked=lease.parked,
-            reserved_nodes=lease.reserved_nodes,
+            kept_nodes=lease.kept_nodes,
             avoid=self._avoid,
             limit=_CANDIDATES,
         )

@@ -434,7 +434,7 @@ def _lease_of(message: scheduling_pb2.PlacementLease) -> PlacementLease:
         rank=message.rank,
         waited_s=times.seconds(message.waited),
         parked=convert.parked_claims_from_wire(message.parked),
-        reserved_nodes=tuple(names.parse_node_name(node) for node in message.reserved_nodes),
+        kept_nodes=tuple(names.parse_node_name(node) for node in message.kept_nodes),
         suggested=convert.claims_from_wire(message.suggested),
         view_version=message.view_version,
     )

@@ -680,7 +680,7 @@ class Explanation(google.protobuf.message.Message):
     START_AFTER_FIELD_NUMBER: builtins.int
     START_BEFORE_FIELD_NUMBER: builtins.int
     MIGRATION_STEPS_FIELD_NUMBER: builtins.int
-    RESERVED_NODES_FIELD_NUMBER: builtins.int
+    KEPT_NODES_FIELD_NUMBER: builtins.int
     CORES_REASON_FIELD_NUMBER: builtins.int
     CORES_CURVE_FIELD_NUMBER: builtins.int
     MEMORY_REASON_FIELD_NUMBER: builtins.int
@@ -706,10 +706,10 @@ class Explanation(google.protobuf.message.Message):
     def start_before(self) -> google.protobuf.duration_pb2.Duration: ...
     @property
     def migration_steps(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___MigrationStep]:
-        """Jobs that migrate or park to make room for it, and the nodes of its reservation."""
+        """Jobs that migrate or park to make room for it, and the nodes of the place that is kept for it."""
 
     @property
-    def reserved_nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def kept_nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
     def cores_curve(self) -> ganger.v1.scheduling_pb2.CoresCurve: ...
     def __init__(
@@ -722,14 +722,14 @@ class Explanation(google.protobuf.message.Message):
         start_after: google.protobuf.duration_pb2.Duration | None = ...,
         start_before: google.protobuf.duration_pb2.Duration | None = ...,
         migration_steps: collections.abc.Iterable[Global___MigrationStep] | None = ...,
-        reserved_nodes: collections.abc.Iterable[builtins.str] | None = ...,
+        kept_nodes: collections.abc.Iterable[builtins.str] | None = ...,
         cores_reason: builtins.str = ...,
         cores_curve: ganger.v1.scheduling_pb2.CoresCurve | None = ...,
         memory_reason: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["cores_curve", b"cores_curve", "job", b"job", "start_after", b"start_after", "start_before", b"start_before"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["assumption", b"assumption", "blockers", b"blockers", "cores_curve", b"cores_curve", "cores_reason", b"cores_reason", "deadline_advice", b"deadline_advice", "job", b"job", "memory_reason", b"memory_reason", "migration_steps", b"migration_steps", "reserved_nodes", b"reserved_nodes", "start_after", b"start_after", "start_before", b"start_before"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["assumption", b"assumption", "blockers", b"blockers", "cores_curve", b"cores_curve", "cores_reason", b"cores_reason", "deadline_advice", b"deadline_advice", "job", b"job", "kept_nodes", b"kept_nodes", "memory_reason", b"memory_reason", "migration_steps", b"migration_steps", "start_after", b"start_after", "start_before", b"start_before"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Explanation: typing_extensions.TypeAlias = Explanation

@@ -24,27 +24,27 @@ else:
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
-class Booking(google.protobuf.message.Message):
+class Reservation(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     class _Phase:
         ValueType = typing.NewType("ValueType", builtins.int)
         V: typing_extensions.TypeAlias = ValueType
 
-    class _PhaseEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[Booking._Phase.ValueType], builtins.type):
+    class _PhaseEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[Reservation._Phase.ValueType], builtins.type):
         DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-        PHASE_UNSPECIFIED: Booking._Phase.ValueType  # 0
-        PHASE_AHEAD: Booking._Phase.ValueType  # 1
+        PHASE_UNSPECIFIED: Reservation._Phase.ValueType  # 0
+        PHASE_AHEAD: Reservation._Phase.ValueType  # 1
         """Its nodes are as others, but for jobs that would neither end before nor could be moved or stopped."""
-        PHASE_EMPTYING: Booking._Phase.ValueType  # 2
-        PHASE_ACTIVE: Booking._Phase.ValueType  # 3
+        PHASE_EMPTYING: Reservation._Phase.ValueType  # 2
+        PHASE_ACTIVE: Reservation._Phase.ValueType  # 3
 
     class Phase(_Phase, metaclass=_PhaseEnumTypeWrapper): ...
-    PHASE_UNSPECIFIED: Booking.Phase.ValueType  # 0
-    PHASE_AHEAD: Booking.Phase.ValueType  # 1
+    PHASE_UNSPECIFIED: Reservation.Phase.ValueType  # 0
+    PHASE_AHEAD: Reservation.Phase.ValueType  # 1
     """Its nodes are as others, but for jobs that would neither end before nor could be moved or stopped."""
-    PHASE_EMPTYING: Booking.Phase.ValueType  # 2
-    PHASE_ACTIVE: Booking.Phase.ValueType  # 3
+    PHASE_EMPTYING: Reservation.Phase.ValueType  # 2
+    PHASE_ACTIVE: Reservation.Phase.ValueType  # 3
 
     NAME_FIELD_NUMBER: builtins.int
     NODES_FIELD_NUMBER: builtins.int
@@ -62,7 +62,7 @@ class Booking(google.protobuf.message.Message):
     reason: builtins.str
     user: builtins.str
     """Name of the operator that made it. Output only."""
-    phase: Global___Booking.Phase.ValueType
+    phase: Global___Reservation.Phase.ValueType
     """Output only."""
     @property
     def start_time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
@@ -87,36 +87,36 @@ class Booking(google.protobuf.message.Message):
         reason: builtins.str = ...,
         lead: google.protobuf.duration_pb2.Duration | None = ...,
         user: builtins.str = ...,
-        phase: Global___Booking.Phase.ValueType = ...,
+        phase: Global___Reservation.Phase.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["end_time", b"end_time", "lead", b"lead", "start_time", b"start_time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
     _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["end_time", b"end_time", "lead", b"lead", "name", b"name", "nodes", b"nodes", "phase", b"phase", "reason", b"reason", "start_time", b"start_time", "user", b"user", "users", b"users"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
-Global___Booking: typing_extensions.TypeAlias = Booking
+Global___Reservation: typing_extensions.TypeAlias = Reservation
 
 @typing.final
-class CreateBookingRequest(google.protobuf.message.Message):
+class CreateReservationRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    BOOKING_FIELD_NUMBER: builtins.int
+    RESERVATION_FIELD_NUMBER: builtins.int
     @property
-    def booking(self) -> Global___Booking: ...
+    def reservation(self) -> Global___Reservation: ...
     def __init__(
         self,
         *,
-        booking: Global___Booking | None = ...,
+        reservation: Global___Reservation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["booking", b"booking"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["reservation", b"reservation"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["booking", b"booking"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["reservation", b"reservation"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
-Global___CreateBookingRequest: typing_extensions.TypeAlias = CreateBookingRequest
+Global___CreateReservationRequest: typing_extensions.TypeAlias = CreateReservationRequest
 
 @typing.final
-class ListBookingsRequest(google.protobuf.message.Message):
+class ListReservationsRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     PAGE_SIZE_FIELD_NUMBER: builtins.int
@@ -133,30 +133,30 @@ class ListBookingsRequest(google.protobuf.message.Message):
     _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["page_size", b"page_size", "page_token", b"page_token"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
-Global___ListBookingsRequest: typing_extensions.TypeAlias = ListBookingsRequest
+Global___ListReservationsRequest: typing_extensions.TypeAlias = ListReservationsRequest
 
 @typing.final
-class ListBookingsResponse(google.protobuf.message.Message):
+class ListReservationsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    BOOKINGS_FIELD_NUMBER: builtins.int
+    RESERVATIONS_FIELD_NUMBER: builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
     next_page_token: builtins.str
     @property
-    def bookings(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Booking]: ...
+    def reservations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Reservation]: ...
     def __init__(
         self,
         *,
-        bookings: collections.abc.Iterable[Global___Booking] | None = ...,
+        reservations: collections.abc.Iterable[Global___Reservation] | None = ...,
         next_page_token: builtins.str = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bookings", b"bookings", "next_page_token", b"next_page_token"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["next_page_token", b"next_page_token", "reservations", b"reservations"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
-Global___ListBookingsResponse: typing_extensions.TypeAlias = ListBookingsResponse
+Global___ListReservationsResponse: typing_extensions.TypeAlias = ListReservationsResponse
 
 @typing.final
-class DeleteBookingRequest(google.protobuf.message.Message):
+class DeleteReservationRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NAME_FIELD_NUMBER: builtins.int
@@ -169,17 +169,17 @@ class DeleteBookingRequest(google.protobuf.message.Message):
     _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["name", b"name"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
-Global___DeleteBookingRequest: typing_extensions.TypeAlias = DeleteBookingRequest
+Global___DeleteReservationRequest: typing_extensions.TypeAlias = DeleteReservationRequest
 
 @typing.final
-class DeleteBookingResponse(google.protobuf.message.Message):
+class DeleteReservationResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     def __init__(
         self,
     ) -> None: ...
 
-Global___DeleteBookingResponse: typing_extensions.TypeAlias = DeleteBookingResponse
+Global___DeleteReservationResponse: typing_extensions.TypeAlias = DeleteReservationResponse
 
 @typing.final
 class ListPartitionsRequest(google.protobuf.message.Message):
@@ -606,7 +606,7 @@ class Node(google.protobuf.message.Message):
     REFUSAL_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     FAULTS_FIELD_NUMBER: builtins.int
-    BOOKING_FIELD_NUMBER: builtins.int
+    RESERVATION_FIELD_NUMBER: builtins.int
     name: builtins.str
     """"nodes/{node}"."""
     machine_uuid: builtins.str
@@ -626,8 +626,8 @@ class Node(google.protobuf.message.Message):
     """The reason with which CreateSession refuses its daemon, as `state_reason` explains; empty while it does not."""
     version: builtins.str
     """Of its daemon."""
-    booking: builtins.str
-    """Of the booking that it is emptied for, or that lasts."""
+    reservation: builtins.str
+    """Of the reservation that it is emptied for, or that lasts."""
     @property
     def view_entry(self) -> Global___NodeState: ...
     @property
@@ -669,11 +669,11 @@ class Node(google.protobuf.message.Message):
         refusal: builtins.str = ...,
         version: builtins.str = ...,
         faults: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
-        booking: builtins.str = ...,
+        reservation: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["last_seen_time", b"last_seen_time", "view_entry", b"view_entry"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["booking", b"booking", "capabilities", b"capabilities", "configuration_set", b"configuration_set", "device_faults", b"device_faults", "fabric", b"fabric", "faults", b"faults", "last_seen_time", b"last_seen_time", "launch_failure", b"launch_failure", "launch_failures", b"launch_failures", "machine_uuid", b"machine_uuid", "name", b"name", "peer_address", b"peer_address", "quarantined", b"quarantined", "rack", b"rack", "refusal", b"refusal", "state", b"state", "state_reason", b"state_reason", "version", b"version", "view_entry", b"view_entry"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "configuration_set", b"configuration_set", "device_faults", b"device_faults", "fabric", b"fabric", "faults", b"faults", "last_seen_time", b"last_seen_time", "launch_failure", b"launch_failure", "launch_failures", b"launch_failures", "machine_uuid", b"machine_uuid", "name", b"name", "peer_address", b"peer_address", "quarantined", b"quarantined", "rack", b"rack", "refusal", b"refusal", "reservation", b"reservation", "state", b"state", "state_reason", b"state_reason", "version", b"version", "view_entry", b"view_entry"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Node: typing_extensions.TypeAlias = Node

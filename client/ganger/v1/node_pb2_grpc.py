@@ -75,20 +75,20 @@ class NodeServiceStub(object):
                 request_serializer=ganger_dot_v1_dot_node__pb2.ListPartitionsRequest.SerializeToString,
                 response_deserializer=ganger_dot_v1_dot_node__pb2.ListPartitionsResponse.FromString,
                 _registered_method=True)
-        self.CreateBooking = channel.unary_unary(
-                '/ganger.v1.NodeService/CreateBooking',
-                request_serializer=ganger_dot_v1_dot_node__pb2.CreateBookingRequest.SerializeToString,
-                response_deserializer=ganger_dot_v1_dot_node__pb2.Booking.FromString,
+        self.CreateReservation = channel.unary_unary(
+                '/ganger.v1.NodeService/CreateReservation',
+                request_serializer=ganger_dot_v1_dot_node__pb2.CreateReservationRequest.SerializeToString,
+                response_deserializer=ganger_dot_v1_dot_node__pb2.Reservation.FromString,
                 _registered_method=True)
-        self.ListBookings = channel.unary_unary(
-                '/ganger.v1.NodeService/ListBookings',
-                request_serializer=ganger_dot_v1_dot_node__pb2.ListBookingsRequest.SerializeToString,
-                response_deserializer=ganger_dot_v1_dot_node__pb2.ListBookingsResponse.FromString,
+        self.ListReservations = channel.unary_unary(
+                '/ganger.v1.NodeService/ListReservations',
+                request_serializer=ganger_dot_v1_dot_node__pb2.ListReservationsRequest.SerializeToString,
+                response_deserializer=ganger_dot_v1_dot_node__pb2.ListReservationsResponse.FromString,
                 _registered_method=True)
-        self.DeleteBooking = channel.unary_unary(
-                '/ganger.v1.NodeService/DeleteBooking',
-                request_serializer=ganger_dot_v1_dot_node__pb2.DeleteBookingRequest.SerializeToString,
-                response_deserializer=ganger_dot_v1_dot_node__pb2.DeleteBookingResponse.FromString,
+        self.DeleteReservation = channel.unary_unary(
+                '/ganger.v1.NodeService/DeleteReservation',
+                request_serializer=ganger_dot_v1_dot_node__pb2.DeleteReservationRequest.SerializeToString,
+                response_deserializer=ganger_dot_v1_dot_node__pb2.DeleteReservationResponse.FromString,
                 _registered_method=True)
         self.GetCluster = channel.unary_unary(
                 '/ganger.v1.NodeService/GetCluster',
@@ -186,24 +186,24 @@ class NodeServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def CreateBooking(self, request, context):
-        """Keeps nodes for users, or for maintenance, for a time. Before it they are emptied as drained nodes are. The same booking
-        again changes nothing. Errors: INVALID_ARGUMENT/BOOKING_INVALID, NOT_FOUND/NODE_NOT_FOUND,
-        FAILED_PRECONDITION/{BOOKING_EXISTS, BOOKING_CONFLICT, RESTORING}.
+    def CreateReservation(self, request, context):
+        """Keeps nodes for users, or for maintenance, for a time. Before it they are emptied as drained nodes are. The same
+        reservation again changes nothing. Errors: INVALID_ARGUMENT/RESERVATION_INVALID, NOT_FOUND/NODE_NOT_FOUND,
+        FAILED_PRECONDITION/{RESERVATION_EXISTS, RESERVATION_CONFLICT, RESTORING}.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ListBookings(self, request, context):
+    def ListReservations(self, request, context):
         """By name. Those that are over are forgotten. Errors: INVALID_ARGUMENT/PAGE_TOKEN_INVALID.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def DeleteBooking(self, request, context):
-        """Ends one that lasts, or forgets one that is to come. Errors: NOT_FOUND/BOOKING_NOT_FOUND.
+    def DeleteReservation(self, request, context):
+        """Ends one that lasts, or forgets one that is to come. Errors: NOT_FOUND/RESERVATION_NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -300,20 +300,20 @@ def add_NodeServiceServicer_to_server(servicer, server):
                     request_deserializer=ganger_dot_v1_dot_node__pb2.ListPartitionsRequest.FromString,
                     response_serializer=ganger_dot_v1_dot_node__pb2.ListPartitionsResponse.SerializeToString,
             ),
-            'CreateBooking': grpc.unary_unary_rpc_method_handler(
-                    servicer.CreateBooking,
-                    request_deserializer=ganger_dot_v1_dot_node__pb2.CreateBookingRequest.FromString,
-                    response_serializer=ganger_dot_v1_dot_node__pb2.Booking.SerializeToString,
+            'CreateReservation': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateReservation,
+                    request_deserializer=ganger_dot_v1_dot_node__pb2.CreateReservationRequest.FromString,
+                    response_serializer=ganger_dot_v1_dot_node__pb2.Reservation.SerializeToString,
             ),
-            'ListBookings': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListBookings,
-                    request_deserializer=ganger_dot_v1_dot_node__pb2.ListBookingsRequest.FromString,
-                    response_serializer=ganger_dot_v1_dot_node__pb2.ListBookingsResponse.SerializeToString,
+            'ListReservations': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListReservations,
+                    request_deserializer=ganger_dot_v1_dot_node__pb2.ListReservationsRequest.FromString,
+                    response_serializer=ganger_dot_v1_dot_node__pb2.ListReservationsResponse.SerializeToString,
             ),
-            'DeleteBooking': grpc.unary_unary_rpc_method_handler(
-                    servicer.DeleteBooking,
-                    request_deserializer=ganger_dot_v1_dot_node__pb2.DeleteBookingRequest.FromString,
-                    response_serializer=ganger_dot_v1_dot_node__pb2.DeleteBookingResponse.SerializeToString,
+            'DeleteReservation': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteReservation,
+                    request_deserializer=ganger_dot_v1_dot_node__pb2.DeleteReservationRequest.FromString,
+                    response_serializer=ganger_dot_v1_dot_node__pb2.DeleteReservationResponse.SerializeToString,
             ),
             'GetCluster': grpc.unary_unary_rpc_method_handler(
                     servicer.GetCluster,

@@ -50,15 +50,15 @@ class NodeServiceStub:
     """
     ListPartitions: grpc.UnaryUnaryMultiCallable[ganger.v1.node_pb2.ListPartitionsRequest, ganger.v1.node_pb2.ListPartitionsResponse]
     """Partitions in the order of the settings, with what is free there and their limits; empty in a cluster without."""
-    CreateBooking: grpc.UnaryUnaryMultiCallable[ganger.v1.node_pb2.CreateBookingRequest, ganger.v1.node_pb2.Booking]
-    """Keeps nodes for users, or for maintenance, for a time. Before it they are emptied as drained nodes are. The same booking
-    again changes nothing. Errors: INVALID_ARGUMENT/BOOKING_INVALID, NOT_FOUND/NODE_NOT_FOUND,
-    FAILED_PRECONDITION/{BOOKING_EXISTS, BOOKING_CONFLICT, RESTORING}.
+    CreateReservation: grpc.UnaryUnaryMultiCallable[ganger.v1.node_pb2.CreateReservationRequest, ganger.v1.node_pb2.Reservation]
+    """Keeps nodes for users, or for maintenance, for a time. Before it they are emptied as drained nodes are. The same
+    reservation again changes nothing. Errors: INVALID_ARGUMENT/RESERVATION_INVALID, NOT_FOUND/NODE_NOT_FOUND,
+    FAILED_PRECONDITION/{RESERVATION_EXISTS, RESERVATION_CONFLICT, RESTORING}.
     """
-    ListBookings: grpc.UnaryUnaryMultiCallable[ganger.v1.node_pb2.ListBookingsRequest, ganger.v1.node_pb2.ListBookingsResponse]
+    ListReservations: grpc.UnaryUnaryMultiCallable[ganger.v1.node_pb2.ListReservationsRequest, ganger.v1.node_pb2.ListReservationsResponse]
     """By name. Those that are over are forgotten. Errors: INVALID_ARGUMENT/PAGE_TOKEN_INVALID."""
-    DeleteBooking: grpc.UnaryUnaryMultiCallable[ganger.v1.node_pb2.DeleteBookingRequest, ganger.v1.node_pb2.DeleteBookingResponse]
-    """Ends one that lasts, or forgets one that is to come. Errors: NOT_FOUND/BOOKING_NOT_FOUND."""
+    DeleteReservation: grpc.UnaryUnaryMultiCallable[ganger.v1.node_pb2.DeleteReservationRequest, ganger.v1.node_pb2.DeleteReservationResponse]
+    """Ends one that lasts, or forgets one that is to come. Errors: NOT_FOUND/RESERVATION_NOT_FOUND."""
     GetCluster: grpc.UnaryUnaryMultiCallable[ganger.v1.node_pb2.GetClusterRequest, ganger.v1.node_pb2.Cluster]
     """What the master is and how it fares."""
     RecordDecisions: grpc.UnaryUnaryMultiCallable[ganger.v1.node_pb2.RecordDecisionsRequest, ganger.v1.node_pb2.Recording]
@@ -110,15 +110,15 @@ class NodeServiceAsyncStub(NodeServiceStub):
     """
     ListPartitions: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.node_pb2.ListPartitionsRequest, ganger.v1.node_pb2.ListPartitionsResponse]  # type: ignore[assignment]
     """Partitions in the order of the settings, with what is free there and their limits; empty in a cluster without."""
-    CreateBooking: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.node_pb2.CreateBookingRequest, ganger.v1.node_pb2.Booking]  # type: ignore[assignment]
-    """Keeps nodes for users, or for maintenance, for a time. Before it they are emptied as drained nodes are. The same booking
-    again changes nothing. Errors: INVALID_ARGUMENT/BOOKING_INVALID, NOT_FOUND/NODE_NOT_FOUND,
-    FAILED_PRECONDITION/{BOOKING_EXISTS, BOOKING_CONFLICT, RESTORING}.
+    CreateReservation: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.node_pb2.CreateReservationRequest, ganger.v1.node_pb2.Reservation]  # type: ignore[assignment]
+    """Keeps nodes for users, or for maintenance, for a time. Before it they are emptied as drained nodes are. The same
+    reservation again changes nothing. Errors: INVALID_ARGUMENT/RESERVATION_INVALID, NOT_FOUND/NODE_NOT_FOUND,
+    FAILED_PRECONDITION/{RESERVATION_EXISTS, RESERVATION_CONFLICT, RESTORING}.
     """
-    ListBookings: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.node_pb2.ListBookingsRequest, ganger.v1.node_pb2.ListBookingsResponse]  # type: ignore[assignment]
+    ListReservations: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.node_pb2.ListReservationsRequest, ganger.v1.node_pb2.ListReservationsResponse]  # type: ignore[assignment]
     """By name. Those that are over are forgotten. Errors: INVALID_ARGUMENT/PAGE_TOKEN_INVALID."""
-    DeleteBooking: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.node_pb2.DeleteBookingRequest, ganger.v1.node_pb2.DeleteBookingResponse]  # type: ignore[assignment]
-    """Ends one that lasts, or forgets one that is to come. Errors: NOT_FOUND/BOOKING_NOT_FOUND."""
+    DeleteReservation: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.node_pb2.DeleteReservationRequest, ganger.v1.node_pb2.DeleteReservationResponse]  # type: ignore[assignment]
+    """Ends one that lasts, or forgets one that is to come. Errors: NOT_FOUND/RESERVATION_NOT_FOUND."""
     GetCluster: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.node_pb2.GetClusterRequest, ganger.v1.node_pb2.Cluster]  # type: ignore[assignment]
     """What the master is and how it fares."""
     RecordDecisions: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.node_pb2.RecordDecisionsRequest, ganger.v1.node_pb2.Recording]  # type: ignore[assignment]
@@ -217,31 +217,31 @@ class NodeServiceServicer(metaclass=abc.ABCMeta):
         """Partitions in the order of the settings, with what is free there and their limits; empty in a cluster without."""
 
     @abc.abstractmethod
-    def CreateBooking(
+    def CreateReservation(
         self,
-        request: ganger.v1.node_pb2.CreateBookingRequest,
+        request: ganger.v1.node_pb2.CreateReservationRequest,
         context: _ServicerContext,
-    ) -> typing.Union[ganger.v1.node_pb2.Booking, collections.abc.Awaitable[ganger.v1.node_pb2.Booking]]:
-        """Keeps nodes for users, or for maintenance, for a time. Before it they are emptied as drained nodes are. The same booking
-        again changes nothing. Errors: INVALID_ARGUMENT/BOOKING_INVALID, NOT_FOUND/NODE_NOT_FOUND,
-        FAILED_PRECONDITION/{BOOKING_EXISTS, BOOKING_CONFLICT, RESTORING}.
+    ) -> typing.Union[ganger.v1.node_pb2.Reservation, collections.abc.Awaitable[ganger.v1.node_pb2.Reservation]]:
+        """Keeps nodes for users, or for maintenance, for a time. Before it they are emptied as drained nodes are. The same
+        reservation again changes nothing. Errors: INVALID_ARGUMENT/RESERVATION_INVALID, NOT_FOUND/NODE_NOT_FOUND,
+        FAILED_PRECONDITION/{RESERVATION_EXISTS, RESERVATION_CONFLICT, RESTORING}.
         """
 
     @abc.abstractmethod
-    def ListBookings(
+    def ListReservations(
         self,
-        request: ganger.v1.node_pb2.ListBookingsRequest,
+        request: ganger.v1.node_pb2.ListReservationsRequest,
         context: _ServicerContext,
-    ) -> typing.Union[ganger.v1.node_pb2.ListBookingsResponse, collections.abc.Awaitable[ganger.v1.node_pb2.ListBookingsResponse]]:
+    ) -> typing.Union[ganger.v1.node_pb2.ListReservationsResponse, collections.abc.Awaitable[ganger.v1.node_pb2.ListReservationsResponse]]:
         """By name. Those that are over are forgotten. Errors: INVALID_ARGUMENT/PAGE_TOKEN_INVALID."""
 
     @abc.abstractmethod
-    def DeleteBooking(
+    def DeleteReservation(
         self,
-        request: ganger.v1.node_pb2.DeleteBookingRequest,
+        request: ganger.v1.node_pb2.DeleteReservationRequest,
         context: _ServicerContext,
-    ) -> typing.Union[ganger.v1.node_pb2.DeleteBookingResponse, collections.abc.Awaitable[ganger.v1.node_pb2.DeleteBookingResponse]]:
-        """Ends one that lasts, or forgets one that is to come. Errors: NOT_FOUND/BOOKING_NOT_FOUND."""
+    ) -> typing.Union[ganger.v1.node_pb2.DeleteReservationResponse, collections.abc.Awaitable[ganger.v1.node_pb2.DeleteReservationResponse]]:
+        """Ends one that lasts, or forgets one that is to come. Errors: NOT_FOUND/RESERVATION_NOT_FOUND."""
 
     @abc.abstractmethod
     def GetCluster(

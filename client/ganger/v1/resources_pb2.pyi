@@ -376,7 +376,7 @@ class Refusal(google.protobuf.message.Message):
     NODE_FIELD_NUMBER: builtins.int
     JOB_FIELD_NUMBER: builtins.int
     reason: builtins.str
-    """UPPER_SNAKE: GPUS, CORES, MEMORY, DEVICE_MEMORY, LOCALITY, DEVICE_TYPE, NODE_UNAVAILABLE, PROTECTED, RESERVED, QUOTA, ..."""
+    """UPPER_SNAKE: GPUS, CORES, MEMORY, DEVICE_MEMORY, LOCALITY, DEVICE_TYPE, NODE_UNAVAILABLE, PROTECTED, KEPT, QUOTA, ..."""
     message: builtins.str
     """One sentence for a person."""
     node: builtins.str

@@ -170,7 +170,7 @@ class PlacementLease(google.protobuf.message.Message):
     SPEC_FIELD_NUMBER: builtins.int
     WAITED_FIELD_NUMBER: builtins.int
     PARKED_FIELD_NUMBER: builtins.int
-    RESERVED_NODES_FIELD_NUMBER: builtins.int
+    KEPT_NODES_FIELD_NUMBER: builtins.int
     VIEW_VERSION_FIELD_NUMBER: builtins.int
     ARENA_BYTES_PER_DEVICE_FIELD_NUMBER: builtins.int
     DEVICE_MEMORY_BYTES_FIELD_NUMBER: builtins.int
@@ -207,8 +207,8 @@ class PlacementLease(google.protobuf.message.Message):
         """Where its state is parked: the first candidate to try."""
 
     @property
-    def reserved_nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Nodes whose free pieces are reserved for this job."""
+    def kept_nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Nodes whose free pieces are kept for this job."""
 
     @property
     def suggested(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ganger.v1.resources_pb2.Claim]:
@@ -227,7 +227,7 @@ class PlacementLease(google.protobuf.message.Message):
         spec: ganger.v1.job_pb2.JobSpec | None = ...,
         waited: google.protobuf.duration_pb2.Duration | None = ...,
         parked: collections.abc.Iterable[ganger.v1.resources_pb2.Claim] | None = ...,
-        reserved_nodes: collections.abc.Iterable[builtins.str] | None = ...,
+        kept_nodes: collections.abc.Iterable[builtins.str] | None = ...,
         view_version: builtins.int = ...,
         arena_bytes_per_device: builtins.int = ...,
         device_memory_bytes: builtins.int = ...,
@@ -236,7 +236,7 @@ class PlacementLease(google.protobuf.message.Message):
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["remaining", b"remaining", "spec", b"spec", "waited", b"waited"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arena_bytes_per_device", b"arena_bytes_per_device", "device_memory_bytes", b"device_memory_bytes", "job", b"job", "lease", b"lease", "parked", b"parked", "rank", b"rank", "remaining", b"remaining", "reserved_nodes", b"reserved_nodes", "revision", b"revision", "spec", b"spec", "suggested", b"suggested", "task_memory_bytes", b"task_memory_bytes", "view_version", b"view_version", "waited", b"waited"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arena_bytes_per_device", b"arena_bytes_per_device", "device_memory_bytes", b"device_memory_bytes", "job", b"job", "kept_nodes", b"kept_nodes", "lease", b"lease", "parked", b"parked", "rank", b"rank", "remaining", b"remaining", "revision", b"revision", "spec", b"spec", "suggested", b"suggested", "task_memory_bytes", b"task_memory_bytes", "view_version", b"view_version", "waited", b"waited"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___PlacementLease: typing_extensions.TypeAlias = PlacementLease
@@ -441,7 +441,7 @@ class Plan(google.protobuf.message.Message):
     CHANGES_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     LINE_FIELD_NUMBER: builtins.int
-    RESERVATIONS_FIELD_NUMBER: builtins.int
+    KEPT_PLACES_FIELD_NUMBER: builtins.int
     FINDINGS_FIELD_NUMBER: builtins.int
     CORES_CURVES_FIELD_NUMBER: builtins.int
     reason: builtins.str
@@ -453,7 +453,7 @@ class Plan(google.protobuf.message.Message):
         """Order of the pending jobs; unset: keep the last one."""
 
     @property
-    def reservations(self) -> Global___Reservations:
+    def kept_places(self) -> Global___KeptPlaces:
         """Places kept until their jobs start; unset leaves what was told before."""
 
     @property
@@ -470,13 +470,13 @@ class Plan(google.protobuf.message.Message):
         changes: collections.abc.Iterable[Global___Change] | None = ...,
         reason: builtins.str = ...,
         line: Global___Line | None = ...,
-        reservations: Global___Reservations | None = ...,
+        kept_places: Global___KeptPlaces | None = ...,
         findings: collections.abc.Iterable[Global___Finding] | None = ...,
         cores_curves: collections.abc.Iterable[Global___CoresCurve] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["line", b"line", "reservations", b"reservations"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["kept_places", b"kept_places", "line", b"line"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["changes", b"changes", "cores_curves", b"cores_curves", "findings", b"findings", "line", b"line", "reason", b"reason", "reservations", b"reservations"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["changes", b"changes", "cores_curves", b"cores_curves", "findings", b"findings", "kept_places", b"kept_places", "line", b"line", "reason", b"reason"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Plan: typing_extensions.TypeAlias = Plan
@@ -601,26 +601,26 @@ class CurvePoint(google.protobuf.message.Message):
 Global___CurvePoint: typing_extensions.TypeAlias = CurvePoint
 
 @typing.final
-class Reservations(google.protobuf.message.Message):
+class KeptPlaces(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    RESERVATIONS_FIELD_NUMBER: builtins.int
+    KEPT_PLACES_FIELD_NUMBER: builtins.int
     @property
-    def reservations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Reservation]:
+    def kept_places(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___KeptPlace]:
         """At most 1,000. Other jobs may not claim these pieces; a job that migrates to free them names the purpose."""
 
     def __init__(
         self,
         *,
-        reservations: collections.abc.Iterable[Global___Reservation] | None = ...,
+        kept_places: collections.abc.Iterable[Global___KeptPlace] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["reservations", b"reservations"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["kept_places", b"kept_places"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
-Global___Reservations: typing_extensions.TypeAlias = Reservations
+Global___KeptPlaces: typing_extensions.TypeAlias = KeptPlaces
 
 @typing.final
-class Reservation(google.protobuf.message.Message):
+class KeptPlace(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     JOB_FIELD_NUMBER: builtins.int
@@ -638,7 +638,7 @@ class Reservation(google.protobuf.message.Message):
     _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["claims", b"claims", "job", b"job"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
-Global___Reservation: typing_extensions.TypeAlias = Reservation
+Global___KeptPlace: typing_extensions.TypeAlias = KeptPlace
 
 @typing.final
 class Purpose(google.protobuf.message.Message):

@@ -121,9 +121,9 @@ METHODS: dict[str, Method] = {
         # A second call would find no such node although the first was taken.
         Method(f"{_NODES}/RemoveNode", _OPERATORS, is_idempotent=False),
         Method(f"{_NODES}/ListPartitions", _READERS),
-        Method(f"{_NODES}/CreateBooking", _OPERATORS),
-        Method(f"{_NODES}/ListBookings", _READERS),
-        Method(f"{_NODES}/DeleteBooking", _OPERATORS),
+        Method(f"{_NODES}/CreateReservation", _OPERATORS),
+        Method(f"{_NODES}/ListReservations", _READERS),
+        Method(f"{_NODES}/DeleteReservation", _OPERATORS),
         Method(f"{_NODES}/GetCluster", _READERS),
         Method(f"{_NODES}/ListQuarantinedGangs", _OPERATORS),
         # Second calls would find nothing to do although the first were taken.

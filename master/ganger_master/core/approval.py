@@ -25,20 +25,20 @@ from ganger.text import counted
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ganger_master.core import bookings, colocation, ending, gang_orders
+from ganger_master.core import colocation, ending, gang_orders, reservations
 from ganger_master.core.job_model import JobRecord
-from ganger_master.core.node_model import Node
-from ganger_master.core.queue import Blocked, ReservedPlaces
-from ganger_master.core.reservations import (
+from ganger_master.core.kept_places import (
     NOTHING,
+    KeptPlace,
+    KeptPlaceRequest,
     Protected,
-    Reservation,
-    ReservationRequest,
     begins_at,
+    keep_places,
     protect,
-    reserve,
     trespass,
 )
+from ganger_master.core.node_model import Node
+from ganger_master.core.queue import Blocked, KeptPlaces
 from ganger_master.core.state import State
 from ganger_master.core.teams import is_of_partition, limit_of, owner_in_words
 
@@ -135,8 +135,8 @@ def judge(
     allowed = wanted
     if state.nodes.choosy or job.capabilities.mechanism is Mechanism.IMAGE:
         allowed = [claims for claims in wanted if not (refusals := node_rules(state, job, claims))]
-    if state.bookings and allowed:
-        allowed = [some for some in allowed if not (refusals := _booked_ahead(state, job, some, now))]
+    if state.reservations and allowed:
+        allowed = [some for some in allowed if not (refusals := _reserved_ahead(state, job, some, now))]
     if not allowed:
         return CandidateRejection(refusals, ())
     if job.epoch and "MOVE" in job.capabilities.missing:
@@ -166,8 +166,8 @@ def judge(
     return verdict
 
 
-def _booked_ahead(state: State, job: JobRecord, claims: Sequence[Claim], now: float) -> tuple[Refusal, ...]:
-    return bookings.start_rules(state, job, {claim.node for claim in claims}, now)
+def _reserved_ahead(state: State, job: JobRecord, claims: Sequence[Claim], now: float) -> tuple[Refusal, ...]:
+    return reservations.start_rules(state, job, {claim.node for claim in claims}, now)
 
 
 def _is_where_it_rests(state: State, job: JobRecord, claims: Sequence[Claim]) -> bool:
@@ -204,8 +204,8 @@ def judge_change(
         shape = job.shape if arena is None else job.shape_with(arena)
     company = colocation.company_of(state, job, claims, agreed_only)
     refusals = fit(state.view, shape, claims, holding=tuple(holding), retune=retune, company=company)
-    if not refusals and state.queue.promised:
-        refusals = trespass(state.view, _promised(state, job), claims, job=job.name, holding=holding)
+    if not refusals and state.queue.kept_by_plan:
+        refusals = trespass(state.view, _kept_by_plan(state, job), claims, job=job.name, holding=holding)
     return refusals
 
 
@@ -401,8 +401,8 @@ def _launch_failed_on(state: State, job: JobRecord) -> Collection[str]:
 
 
 def _closed(state: State, job: JobRecord, node: str, reason: Reason) -> Refusal:
-    if reason is Reason.BOOKED:
-        return Refusal(reason, node=node, detail=f"{reason.meaning} ({state.nodes[node].booking})")
+    if reason is Reason.NODE_RESERVED:
+        return Refusal(reason, node=node, detail=f"{reason.meaning} ({state.nodes[node].reservation})")
     if reason is not Reason.LAUNCH_FAILED:
         return Refusal(reason, node=node, job=job.name)
     said = ending.visible_to(state.jobs, state.nodes[node].launch_failure, job.user)
@@ -413,8 +413,8 @@ def _closed(state: State, job: JobRecord, node: str, reason: Reason) -> Refusal:
 def _node_rule(job: JobRecord, node: Node, failed: Collection[str]) -> Reason | None:
     if node.name in failed:
         return Reason.LAUNCH_FAILED
-    if node.booked_for and job.user not in node.booked_for:
-        return Reason.BOOKED
+    if node.reserved_for and job.user not in node.reserved_for:
+        return Reason.NODE_RESERVED
     if job.checkpoint is not None and not node.storage_proved:
         return Reason.STORAGE_NOT_SHARED
     if not can_become(node, job.user):
@@ -440,12 +440,12 @@ def shut_out(state: State, job: JobRecord, nodes: Collection[str], now: float) -
     refusal for each closed node, or one without a node for all; empty if it may start on each."""
     if (refusal := may_never_start(state, job)) is not None:
         return (replace(refusal, job=job.name),)
-    if not state.bookings:
+    if not state.reservations:
         return ()
     known = [node for name in nodes if (node := state.nodes.get(name)) is not None]
-    reserved = [node.name for node in known if node.booked_for and job.user not in node.booked_for]
-    closed = [replace(_closed(state, job, name, Reason.BOOKED), job=job.name) for name in reserved]
-    return (*closed, *bookings.start_rules(state, job, set(nodes).difference(reserved), now))
+    reserved = [node.name for node in known if node.reserved_for and job.user not in node.reserved_for]
+    closed = [replace(_closed(state, job, name, Reason.NODE_RESERVED), job=job.name) for name in reserved]
+    return (*closed, *reservations.start_rules(state, job, set(nodes).difference(reserved), now))
 
 
 def can_become(node: Node, user: str) -> bool:
@@ -462,9 +462,9 @@ def forbidden_nodes(state: State, job: JobRecord, now: float) -> tuple[Refusal, 
     reasons = _closed_nodes(state, job)
     found = [_closed(state, job, name, reasons[name]) for name in sorted(reasons) if state.nodes[name].takes_gangs]
     closed = {refusal.node for refusal in found}
-    booked = {node for booking in state.bookings.values() for node in booking.nodes}
-    open_ones = [name for name in booked - closed if name in state.nodes and state.nodes[name].takes_gangs]
-    return (*found, *bookings.start_rules(state, job, open_ones, now))
+    reserved = {node for reservation in state.reservations.values() for node in reservation.nodes}
+    open_ones = [name for name in reserved - closed if name in state.nodes and state.nodes[name].takes_gangs]
+    return (*found, *reservations.start_rules(state, job, open_ones, now))
 
 
 def holding_of(state: State, job: JobRecord, claims: Sequence[Claim]) -> tuple[Claim, ...]:
@@ -478,24 +478,24 @@ def holding_of(state: State, job: JobRecord, claims: Sequence[Claim]) -> tuple[C
 
 
 def protected_from(state: State, job: JobRecord, now: float, out_of_turn: bool = False) -> Protected:
-    """Return what is kept from a job: for the planner's reservations, and for blocked jobs ahead of it in the policy's
-    order; out of turn, for all other blocked jobs."""
+    """Return what is kept from a job: the places that the planner keeps, and those of blocked jobs ahead of it in the
+    policy's order; out of turn, of all other blocked jobs."""
     by_order = _protected_by_order(state, job, now, out_of_turn)
-    if not state.queue.promised:
+    if not state.queue.kept_by_plan:
         return by_order
-    promised = _promised(state, job)
+    by_plan = _kept_by_plan(state, job)
     nodes = {
-        name: (*promised.nodes.get(name, ()), *by_order.nodes.get(name, ()))
-        for name in {**promised.nodes, **by_order.nodes}
+        name: (*by_plan.nodes.get(name, ()), *by_order.nodes.get(name, ()))
+        for name in {**by_plan.nodes, **by_order.nodes}
     }
     return Protected(nodes, by_order.everything)
 
 
-def _promised(state: State, job: JobRecord) -> Protected:
+def _kept_by_plan(state: State, job: JobRecord) -> Protected:
     """Return what the planner keeps for other jobs; it comes before every request."""
     others = [
-        Reservation(f"jobs/{number}", 0, claims)
-        for number, claims in state.queue.promised.items()
+        KeptPlace(f"jobs/{number}", 0, claims)
+        for number, claims in state.queue.kept_by_plan.items()
         if number != job.number
     ]
     return protect(state.view, others)
@@ -503,7 +503,7 @@ def _promised(state: State, job: JobRecord) -> Protected:
 
 def _protected_by_order(state: State, job: JobRecord, now: float, out_of_turn: bool) -> Protected:
     if state.is_planned:
-        # Its ranking and its reservations say which job goes first.
+        # Its ranking and the places that it keeps say which job goes first.
         return NOTHING
     found = _blocked(state)
     # A queue that is not strict keeps room only for jobs that have waited long.
@@ -524,8 +524,8 @@ def _protected_by_order(state: State, job: JobRecord, now: float, out_of_turn: b
         return NOTHING
     if state.policy.protects_all:
         return Protected(everything=(ahead[0].name, state.queue_rank(ahead[0].number)))
-    reservations = _reservations(state, blocked, ahead, now)
-    return protect(state.view, reservations) if reservations else NOTHING
+    places = _kept_places(state, blocked, ahead, now)
+    return protect(state.view, places) if places else NOTHING
 
 
 def lacks_memory(state: State, job: JobRecord) -> bool:
@@ -534,14 +534,14 @@ def lacks_memory(state: State, job: JobRecord) -> bool:
     return any(refusal.reason in (Reason.MEMORY, Reason.DEVICE_MEMORY) for refusal in refusals)
 
 
-def reservations_of(state: State, jobs: Sequence[JobRecord], now: float) -> tuple[Reservation, ...]:
+def kept_places_of(state: State, jobs: Sequence[JobRecord], now: float) -> tuple[KeptPlace, ...]:
     """Return places, by rank, for those of the jobs that are among the first blocked ones and waited long enough."""
-    return _reservations(state, first_blocked(state), jobs, now)
+    return _kept_places(state, first_blocked(state), jobs, now)
 
 
-def _reservations(
+def _kept_places(
     state: State, blocked: Sequence[JobRecord], jobs: Sequence[JobRecord], now: float
-) -> tuple[Reservation, ...]:
+) -> tuple[KeptPlace, ...]:
     waited = _waited(state, blocked, now)
     if not waited:
         return ()
@@ -550,19 +550,19 @@ def _reservations(
         return ()
     kept = _places_for(state, waited, now)
     return tuple(
-        Reservation(job.name, state.queue_rank(job.number), kept[job.name])
+        KeptPlace(job.name, state.queue_rank(job.number), kept[job.name])
         for job in waited
         if job.name in names and job.name in kept
     )
 
 
 def _waited(state: State, blocked: Sequence[JobRecord], now: float) -> list[JobRecord]:
-    conflicts, after_s = state.queue.conflicts, state.settings.reserve_after_s
+    conflicts, after_s = state.queue.conflicts, state.settings.keep_place_after_s
     return [job for job in blocked if now >= begins_at(conflicts.get(job.number, 0), job.pending_since, after_s)]
 
 
 def _places_for(state: State, waited: Sequence[JobRecord], now: float) -> Mapping[str, tuple[Claim, ...]]:
-    """Return the reserved places of jobs, searched anew only after a while: a search costs as much as many verdicts."""
+    """Return the kept places of jobs, searched anew only after a while: a search costs as much as many verdicts."""
     numbers = tuple(job.number for job in waited)
     kept = state.queue.kept
     if (
@@ -571,11 +571,11 @@ def _places_for(state: State, waited: Sequence[JobRecord], now: float) -> Mappin
         or (kept.view_version != state.view.version and not 0.0 <= now - kept.time < _KEPT_S)
     ):
         wanting = [
-            ReservationRequest(job.name, rank, job.shape, tuple(_launch_failed_on(state, job)))
+            KeptPlaceRequest(job.name, rank, job.shape, tuple(_launch_failed_on(state, job)))
             for rank, job in enumerate(waited, 1)
         ]
-        found = {one.job: one.claims for one in reserve(state.view, wanting)}
-        kept = ReservedPlaces(numbers, state.view.version, now, found)
+        found = {one.job: one.claims for one in keep_places(state.view, wanting)}
+        kept = KeptPlaces(numbers, state.view.version, now, found)
         state.queue.kept = kept
     return kept.places
 
@@ -612,7 +612,7 @@ def find_blocked(state: State) -> Blocked:
             blocked.append(job)
             if len(blocked) >= state.settings.protected_jobs:
                 break
-    conflicts, after_s = state.queue.conflicts, state.settings.reserve_after_s
+    conflicts, after_s = state.queue.conflicts, state.settings.keep_place_after_s
     earliest = min(
         [begins_at(conflicts.get(job.number, 0), job.pending_since, after_s) for job in blocked], default=0.0
     )

@@ -29,7 +29,7 @@ from ganger.cluster.resources import Claim, LocalityLevel
 from ganger.job_state import JobState
 from msgspec.structs import replace
 
-from ganger_master.core import approval, attempts, bookings, moves, observation, usage
+from ganger_master.core import approval, attempts, moves, observation, reservations, usage
 from ganger_master.core.colocation import has_arenas
 from ganger_master.core.commands import Tick
 from ganger_master.core.events import JobSuspended, MoveBegun, NodeAnswered, NodeLost
@@ -218,7 +218,7 @@ _REFUSED_S = 60.0
 def follow_drains(state: State, now: float) -> None:
     """Begin to move the next job off a draining node, off one that is reserved for other users, or off a device with a
     fault; one at a time, because each changes the free places."""
-    reserved = [name for name in state.nodes.booked if name not in state.nodes.draining]
+    reserved = [name for name in state.nodes.reserved if name not in state.nodes.draining]
     for name in (*state.nodes.draining, *reserved, *sorted(state.nodes.faulty)):
         for epoch in list(state.gangs.places_on.get(name, ())):
             gang = state.gangs.get(epoch)
@@ -232,7 +232,7 @@ def _has_to_leave(state: State, node: Node, gang: Gang) -> bool:
     """Return whether a gang has to leave a node."""
     if node.draining or node.faults or faults_under(node, gang):
         return True
-    return bool(node.booking) and not bookings.may_stay(state, state.jobs[gang.job], node.booking)
+    return bool(node.reservation) and not reservations.may_stay(state, state.jobs[gang.job], node.reservation)
 
 
 def _what_it_leaves(state: State, gang: Gang) -> str:
@@ -245,7 +245,7 @@ def _what_it_leaves(state: State, gang: Gang) -> str:
             return f"nodes/{name}, which is being drained"
         if faults := faults_under(node, gang):
             return f"device {faults[0]} of nodes/{name}, which is out of service ({node.device_faults[faults[0]]})"
-        return f"nodes/{name}, which is reserved ({node.booking})"
+        return f"nodes/{name}, which is reserved ({node.reservation})"
     return ""
 
 
@@ -294,7 +294,7 @@ def _empty(state: State, job: JobRecord, gang: Gang, now: float, node: Node) -> 
         return
     if gang.intent is GangIntent.PARK:
         # A planner knows of no reservation for other users, so it moves nothing away for one.
-        if state.policy.migrates and gang.parked_by_plan and not node.booked_for:
+        if state.policy.migrates and gang.parked_by_plan and not node.reserved_for:
             return
         _to_storage(state, job, gang, now, cause)
         return

@@ -13,7 +13,7 @@ from msgspec import Struct, field
 from ganger_master.core.array_model import StopRule
 from ganger_master.core.gang_model import ObservedPhase, Outcome, StoredOrder
 from ganger_master.core.job_model import Capabilities, Checkpoint, JobProgress, JobSpec, SuspendLevel, Update
-from ganger_master.core.node_model import Booking, Counters
+from ganger_master.core.node_model import Counters, Reservation
 from ganger_master.core.plan_changes import CoresCurve, PlanChange, TrialFinding
 
 
@@ -145,7 +145,7 @@ class Line(Struct, frozen=True, gc=False):
     policy: str = ""
 
 
-class Promise(Struct, frozen=True, gc=False):
+class KeepPlace(Struct, frozen=True, gc=False):
     """A place that is kept until its job, which waits, starts."""
 
     number: int
@@ -157,17 +157,17 @@ CHANGES_LIMIT: Final = 250
 # Most claims in all changes of a plan, and in all places that it keeps.
 CLAIMS_LIMIT: Final = 4_096
 LINE_LIMIT: Final = 10_000
-PROMISES_LIMIT: Final = 1_000
+KEPT_PLACES_LIMIT: Final = 1_000
 
 
 class ProposePlan(Struct, frozen=True, gc=False):
-    """A plan of the planner. Without a `line`, or `promises`, those of the last plan stand."""
+    """A plan of the planner. Without a `line`, or `kept_places`, those of the last plan stand."""
 
     changes: tuple[PlanChange, ...]
     reason: str = ""
     proposer: str = "planner"
     line: Line | None = None
-    promises: tuple[Promise, ...] | None = None
+    kept_places: tuple[KeepPlace, ...] | None = None
     findings: tuple[TrialFinding, ...] = ()
     curves: tuple[CoresCurve, ...] = ()
 
@@ -330,15 +330,15 @@ class RemoveNode(Struct, frozen=True, gc=False):
     user: str = ""
 
 
-class BookNodes(Struct, frozen=True, gc=False):
+class ReserveNodes(Struct, frozen=True, gc=False):
     """Keep nodes for users or for maintenance, for a time."""
 
-    booking: Booking
+    reservation: Reservation
     user: str = ""
 
 
-class UnbookNodes(Struct, frozen=True, gc=False):
-    """End a booking, or forget one that has not begun."""
+class DeleteReservation(Struct, frozen=True, gc=False):
+    """End a reservation, or forget one that has not begun."""
 
     name: str
     user: str = ""
@@ -414,7 +414,9 @@ class Tick(Struct, frozen=True, gc=False):
 
 JobCommand: TypeAlias = SubmitJob | CancelJob | UpdateJob | SuspendJob | ResumeJob | MoveJob | RetuneJob | ResizeJob
 ArrayCommand: TypeAlias = SubmitArray | CancelArray | UpdateArray | RecordMetric
-NodeCommand: TypeAlias = DrainNode | CordonNode | UncordonNode | DeclareLost | RemoveNode | BookNodes | UnbookNodes
+NodeCommand: TypeAlias = (
+    DrainNode | CordonNode | UncordonNode | DeclareLost | RemoveNode | ReserveNodes | DeleteReservation
+)
 RestoreCommand: TypeAlias = OpenStore | NoteEnds | GoOn | EndQuarantined | AdoptQuarantined
 SessionCommand: TypeAlias = RequestGang | ReleaseGang | ProposePlan | ClaimTurns | Observe | Answer | OpenSession | Tick
 Command: TypeAlias = JobCommand | ArrayCommand | NodeCommand | RestoreCommand | SessionCommand

@@ -10,7 +10,7 @@ from ganger.cluster.resources import Claim, ConfigurationSet
 from ganger.job_state import JobState
 from msgspec.structs import replace
 
-from ganger_master.core import arrays, bookings, commands, events, quarantine, rollback, submission
+from ganger_master.core import arrays, commands, events, quarantine, reservations, rollback, submission
 from ganger_master.core.answers import Done, JobAnswer, NodeAnswer, RefusedError, SessionAnswer
 from ganger_master.core.approval import judge_change, level_of
 from ganger_master.core.colocation import per_device
@@ -235,23 +235,23 @@ def _mark(
     return (events.NodeMarked(now, _user(command), node.name, mark, reason),), NodeAnswer(node.name)
 
 
-def _book(state: State, command: commands.BookNodes, now: float) -> Decision:
-    known = state.bookings.get(command.booking.name)
-    booking = replace(command.booking, user=command.user)
-    if known == booking:
+def _reserve(state: State, command: commands.ReserveNodes, now: float) -> Decision:
+    known = state.reservations.get(command.reservation.name)
+    reservation = replace(command.reservation, user=command.user)
+    if known == reservation:
         return (), Done()
-    bookings.check(state, command, now)
-    return (events.NodesBooked(now, _user(command), booking),), Done()
+    reservations.check(state, command, now)
+    return (events.NodesReserved(now, _user(command), reservation),), Done()
 
 
-def _unbook(state: State, command: commands.UnbookNodes, now: float) -> Decision:
-    if command.name not in state.bookings:
-        there = ", ".join(sorted(state.bookings)[:_SHOWN]) or "none"
-        raise RefusedError("BOOKING_NOT_FOUND", f"there is no reservation {command.name!r}: there are {there}")
-    return (events.NodesUnbooked(now, _user(command), command.name),), Done()
+def _delete_reservation(state: State, command: commands.DeleteReservation, now: float) -> Decision:
+    if command.name not in state.reservations:
+        there = ", ".join(sorted(state.reservations)[:_SHOWN]) or "none"
+        raise RefusedError("RESERVATION_NOT_FOUND", f"there is no reservation {command.name!r}: there are {there}")
+    return (events.ReservationDeleted(now, _user(command), command.name),), Done()
 
 
-# Most bookings that an error names.
+# Most reservations that an error names.
 _SHOWN: Final = 10
 
 
@@ -330,8 +330,8 @@ _DECIDES: Final[dict[type, Callable[[State, Any, float], Decision]]] = {
     commands.UncordonNode: _mark,
     commands.DeclareLost: _declare_lost,
     commands.RemoveNode: _remove_node,
-    commands.BookNodes: _book,
-    commands.UnbookNodes: _unbook,
+    commands.ReserveNodes: _reserve,
+    commands.DeleteReservation: _delete_reservation,
     commands.OpenStore: rollback.decide_open,
     commands.NoteEnds: _note_ends,
     commands.GoOn: rollback.decide_go_on,

@@ -17,10 +17,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ganger_master.core.answers import Answer
-from ganger_master.core.commands import NO_MARKS, ClaimTurns, Line, Marks, Observe, OpenSession, Promise, RecordedEnd
+from ganger_master.core.commands import NO_MARKS, ClaimTurns, KeepPlace, Line, Marks, Observe, OpenSession, RecordedEnd
 from ganger_master.core.gang_model import Gang, TimesliceGroup
 from ganger_master.core.job_model import JobRecord, JobSpec, Request, SuspendLevel, Update
-from ganger_master.core.node_model import Booking, Counters, Element, Node
+from ganger_master.core.node_model import Counters, Element, Node, Reservation
 from ganger_master.core.plan_changes import NO_PURPOSE, CoresCurve, Purpose, TrialFinding
 from ganger_master.core.usage_model import UserUsage
 
@@ -208,11 +208,11 @@ class NodeMarked(Event, frozen=True, gc=False):
     reason: str
 
 
-class NodesBooked(Event, frozen=True, gc=False):
-    booking: Booking
+class NodesReserved(Event, frozen=True, gc=False):
+    reservation: Reservation
 
 
-class NodesUnbooked(Event, frozen=True, gc=False):
+class ReservationDeleted(Event, frozen=True, gc=False):
     name: str
 
 
@@ -261,10 +261,10 @@ class JobsRanked(Event, frozen=True, gc=False):
     line: Line
 
 
-class PlacesPromised(Event, frozen=True, gc=False):
-    """The planner reserved places. Volatile: it repeats them."""
+class PlacesKept(Event, frozen=True, gc=False):
+    """The planner keeps places for pending jobs. Volatile: it repeats them."""
 
-    promises: tuple[Promise, ...]
+    kept_places: tuple[KeepPlace, ...]
 
 
 class CoresMeasured(Event, frozen=True, gc=False):
@@ -334,7 +334,7 @@ ELEMENT_TYPES: Final[Mapping[str, type[Element]]] = {
     "gang": Gang,
     "node_set": TimesliceGroup,
     "user_usage": UserUsage,
-    "booking": Booking,
+    "reservation": Reservation,
     "counters": Counters,
 }
 

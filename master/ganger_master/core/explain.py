@@ -24,12 +24,12 @@ from ganger_master.core.colocation import holders_on
 from ganger_master.core.ending import is_backing_off
 from ganger_master.core.gang_model import GangIntent, GangPhase, ObservedPhase
 from ganger_master.core.job_model import JobRecord
+from ganger_master.core.kept_places import NOTHING, Protected, trespass
 from ganger_master.core.lifecycle import trouble_of
 from ganger_master.core.node_health import service_reason
 from ganger_master.core.node_model import Node, NodeState
 from ganger_master.core.plan_changes import Purpose
 from ganger_master.core.quarantine import END_UNKNOWN, FOUND_AT_REST
-from ganger_master.core.reservations import NOTHING, Protected, trespass
 from ganger_master.core.state import State
 from ganger_master.core.teams import owner_in_words
 
@@ -314,7 +314,7 @@ def blockers_of(state: State, job: JobRecord, now: float) -> tuple[Refusal, ...]
     found = order(quota) if quota else _placement_blockers(state, job, now, view)
     if not found:
         # A reservation of some nodes keeps no job waiting that fits on others.
-        forbidden = tuple([one for one in forbidden if one.reason is not Reason.BOOKED])
+        forbidden = tuple([one for one in forbidden if one.reason is not Reason.NODE_RESERVED])
     if forbidden and not quota and not _placement_blockers(state, job, now, state.view):
         # The nodes it may not use are what it lacks.
         found = (*forbidden, *(one for one in found if one.reason is not Reason.NODE_UNAVAILABLE))
@@ -407,7 +407,7 @@ def _with_keeper(state: State, job: JobRecord, refusal: Refusal) -> Refusal:
     return replace(refusal, job=f"jobs/{keeper}") if keeper else refusal
 
 
-_BEHIND = frozenset({Reason.PROTECTED, Reason.RESERVED})
+_BEHIND = frozenset({Reason.PROTECTED, Reason.KEPT})
 
 
 def _placement_blockers(state: State, job: JobRecord, now: float, view: View) -> tuple[Refusal, ...]:
@@ -491,4 +491,4 @@ def making_room_for(state: State, number: int) -> tuple[RoomInProgress, ...]:
 
 def kept_for(state: State, number: int) -> tuple[str, ...]:
     """Return the nodes of the place that the planner keeps for a job."""
-    return tuple([claim.node for claim in state.queue.promised.get(number, ())])
+    return tuple([claim.node for claim in state.queue.kept_by_plan.get(number, ())])

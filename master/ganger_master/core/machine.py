@@ -22,7 +22,6 @@ from ganger_master.core import (
     arrays,
     attempts,
     availability,
-    bookings,
     colocation,
     elastic,
     ending,
@@ -33,6 +32,7 @@ from ganger_master.core import (
     placement_leases,
     plans,
     quarantine,
+    reservations,
     restore_settlement,
     rollback,
     submission,
@@ -94,12 +94,12 @@ def next_wake(state: State, now: float) -> float | None:
     if state.counters.restoring is not None:
         return rollback.next_time(state, now)
     times = [placement_leases.next_time(state, now), state.nodes.next_silence_check]
-    times += [state.booking_at] if state.bookings else []
+    times += [state.reservation_at] if state.reservations else []
     times += [ending.ends_at(state, state.jobs[number]) for number in state.jobs.running_limited]
     times += [state.jobs[number].again_at for number in state.jobs.backing_off]
     times += [moves.due_at(state, number) for number in state.jobs.moving]
-    if state.queue.promised:
-        times.append(state.queue.promised_at + state.settings.move_deadline_s)
+    if state.queue.kept_by_plan:
+        times.append(state.queue.kept_by_plan_at + state.settings.move_deadline_s)
     return min([time for time in times if time is not None], default=None)
 
 
@@ -231,7 +231,7 @@ def _session_opened(state: State, event: events.SessionOpened) -> None:
     state.counters.next_session += 1
     availability.note_call(state, node.name, event.time)
     state.put_node(node)
-    bookings.note_node(state, node.name, event.time, event.cause)
+    reservations.note_node(state, node.name, event.time, event.cause)
     quarantine.note_ids(state, request.seen.next_epoch, request.seen.next_job)
     state.reports.pop(node.name, None)
     state.history(event.time, f"nodes/{node.name}", "session_opened", event.cause, peer=node.peer_address)
@@ -285,9 +285,9 @@ def _jobs_ranked(state: State, event: events.JobsRanked) -> None:
     state.queue.ranked_by = event.line.policy
 
 
-def _places_promised(state: State, event: events.PlacesPromised) -> None:
-    state.queue.promised = plans.kept_places(state, event.promises)
-    state.queue.promised_at = event.time
+def _places_kept(state: State, event: events.PlacesKept) -> None:
+    state.queue.kept_by_plan = plans.kept_claims(state, event.kept_places)
+    state.queue.kept_by_plan_at = event.time
 
 
 def _cores_measured(state: State, event: events.CoresMeasured) -> None:
@@ -325,9 +325,9 @@ def _time_passed(state: State, event: events.TimePassed) -> None:
         state.dirty.sets.update(dict.fromkeys(state.gangs.sets))
     ending.let_go_on(state, now)
     if event.set_by:
-        state.booking_at = 0.0
-    if state.bookings and now >= state.booking_at:
-        bookings.follow(state, now, event.cause)
+        state.reservation_at = 0.0
+    if state.reservations and now >= state.reservation_at:
+        reservations.follow(state, now, event.cause)
     for number in list(state.jobs.running_limited):
         job = state.jobs[number]
         ends = ending.ends_at(state, job)
@@ -339,9 +339,9 @@ def _time_passed(state: State, event: events.TimePassed) -> None:
     for number in list(state.jobs.moving):
         if now >= moves.due_at(state, number):
             moves.give_up(state, number, now, event.cause)
-    if state.queue.promised and now >= state.queue.promised_at + state.settings.move_deadline_s:
-        # A live planner repeats its promises within this time.
-        state.queue.promised = {}
+    if state.queue.kept_by_plan and now >= state.queue.kept_by_plan_at + state.settings.move_deadline_s:
+        # A live planner repeats the places that it keeps within this time.
+        state.queue.kept_by_plan = {}
     availability.follow(state, now, event.cause)
     placement_leases.expire(state, now, event.told)
     ending.forget(state, now)
@@ -372,8 +372,8 @@ _HANDLERS: Final[dict[type, Callable[[State, Any], None]]] = {
     events.NodeMarked: _node_marked,
     events.NodeLost: observation.lose,
     events.NodeRemoved: _node_removed,
-    events.NodesBooked: bookings.begin,
-    events.NodesUnbooked: bookings.end,
+    events.NodesReserved: reservations.begin,
+    events.ReservationDeleted: reservations.end,
     events.StoreOpened: rollback.open_store,
     events.EndsNoted: _ends_noted,
     events.RestoreSettled: restore_settlement.settle,
@@ -381,7 +381,7 @@ _HANDLERS: Final[dict[type, Callable[[State, Any], None]]] = {
     events.QuarantineAdopted: quarantine.adopt,
     events.TurnsClaimed: placement_leases.note_stream,
     events.JobsRanked: _jobs_ranked,
-    events.PlacesPromised: _places_promised,
+    events.PlacesKept: _places_kept,
     events.CoresMeasured: _cores_measured,
     events.ChangeJudged: _change_judged,
     events.TimePassed: _time_passed,
@@ -409,7 +409,7 @@ def settle(state: State, now: float, cause: str) -> None:
             colocation.follow(state)
         if dirty.arrays:
             arrays.follow(state, now)
-        leaves = state.nodes.draining or state.nodes.booked or state.nodes.faulty
+        leaves = state.nodes.draining or state.nodes.reserved or state.nodes.faulty
         if leaves and state.counters.restoring is None:
             availability.follow_drains(state, now)
         if not (dirty.jobs or dirty.rows or dirty.sets):

@@ -41,11 +41,11 @@ _USERS_SHOWN: Final = 3
 
 def service_reason(node: Node) -> str:
     """Return why a node is out of service, or is there for some users only: the operator's reason, its own faults, and
-    the booking; empty for none of these."""
-    more = ", ..." if len(node.booked_for) > _USERS_SHOWN else ""
-    users = f" for {', '.join(node.booked_for[:_USERS_SHOWN])}{more}" if node.booked_for else ""
-    booked = f"reserved{users}: {node.booking}" if node.booking else ""
-    return "; ".join(filter(None, (node.state_reason, *node.faults.values(), booked)))
+    the reservation; empty for none of these."""
+    more = ", ..." if len(node.reserved_for) > _USERS_SHOWN else ""
+    users = f" for {', '.join(node.reserved_for[:_USERS_SHOWN])}{more}" if node.reserved_for else ""
+    reserved = f"reserved{users}: {node.reservation}" if node.reservation else ""
+    return "; ".join(filter(None, (node.state_reason, *node.faults.values(), reserved)))
 
 
 def faults_under(node: Node, gang: Gang) -> list[int]:
@@ -73,8 +73,8 @@ def _why_it_leaves(state: State, gang: Gang) -> str:
             return f"its node {name} is unhealthy ({'; '.join(node.faults.values())})"
         if faults := faults_under(node, gang):
             return f"device {faults[0]} of its node {name} is out of service ({node.device_faults[faults[0]]})"
-        if node.booking:
-            return f"its node {name} is reserved ({node.booking})"
+        if node.reservation:
+            return f"its node {name} is reserved ({node.reservation})"
     return ""
 
 

@@ -54,7 +54,7 @@ class Stray(Struct, frozen=True, gc=False, omit_defaults=True):
         return self.quarantined or self.is_ordered
 
 
-class Booking(Struct, frozen=True, gc=False, omit_defaults=True):
+class Reservation(Struct, frozen=True, gc=False, omit_defaults=True):
     """Nodes that are kept for some users, or for maintenance, from `start` to `end` (Unix seconds). Without `users` for
     maintenance. `lead_s`: how long before the start the nodes are emptied. `user`: the operator that made it."""
 
@@ -108,9 +108,9 @@ class Node(Struct, frozen=True, gc=False, omit_defaults=True):
     # Jobs that could not be launched here meanwhile, and then started on other nodes: the fault is not theirs.
     started_elsewhere: tuple[int, ...] = ()
     create_time: float = 0.0
-    # The booking that it is emptied for, or that lasts; in that case its users, none for maintenance.
-    booking: str = ""
-    booked_for: tuple[str, ...] = ()
+    # The reservation that it is emptied for, or that lasts; in that case its users, none for maintenance.
+    reservation: str = ""
+    reserved_for: tuple[str, ...] = ()
 
     @property
     def state(self) -> NodeState:
@@ -126,8 +126,8 @@ class Node(Struct, frozen=True, gc=False, omit_defaults=True):
 
     @property
     def is_emptied(self) -> bool:
-        """Return whether its jobs are to leave it: by an operator's order, for a fault of its own or for a booking."""
-        return self.draining or bool(self.faults) or (bool(self.booking) and not self.booked_for)
+        """Return whether its jobs are to leave it: by an operator's order, for a fault of its own or a reservation."""
+        return self.draining or bool(self.faults) or (bool(self.reservation) and not self.reserved_for)
 
     @property
     def takes_gangs(self) -> bool:
@@ -138,7 +138,7 @@ class Node(Struct, frozen=True, gc=False, omit_defaults=True):
         """Return whether there may be jobs that it cannot take, whatever is free."""
         is_choosy = self.capabilities.get("switch_user", "yes") in ("no", "accounts")
         is_closed_to_some = not self.storage_proved or is_choosy
-        return is_closed_to_some or self.launch_failures > 0 or bool(self.booked_for)
+        return is_closed_to_some or self.launch_failures > 0 or bool(self.reserved_for)
 
 
 class PendingRestore(Struct, frozen=True, gc=False, omit_defaults=True):
@@ -178,5 +178,5 @@ class Counters(Struct):
 
 
 Element: TypeAlias = (
-    JobRecord | Request | Gang | Node | TimesliceGroup | ConfigurationSet | UserUsage | Booking | Counters
+    JobRecord | Request | Gang | Node | TimesliceGroup | ConfigurationSet | UserUsage | Reservation | Counters
 )

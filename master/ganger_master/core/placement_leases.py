@@ -24,8 +24,8 @@ from ganger_master.core.approval import (
     forbidden_nodes,
     has_place,
     judge,
+    kept_places_of,
     lacks_memory,
-    reservations_of,
     rules,
 )
 from ganger_master.core.elastic import rests_for_any_size, shape_for
@@ -112,7 +112,7 @@ def _by_order(state: State, now: float) -> tuple[int, ...]:
 
 def _give(state: State, job: JobRecord, now: float, suggested: tuple[Claim, ...] = ()) -> int:
     is_kept = not suggested and not state.policy.protects_all
-    kept = reservations_of(state, [job], now) if is_kept else ()
+    kept = kept_places_of(state, [job], now) if is_kept else ()
     turn = GrantedLease(
         turn=state.leases.next_turn,
         number=job.number,
@@ -121,7 +121,7 @@ def _give(state: State, job: JobRecord, now: float, suggested: tuple[Claim, ...]
         given=now,
         expires=now + state.settings.turn_lease_s,
         scheduler=scheduler_of(state, job),
-        reserved_nodes=tuple([node for reservation in kept for node in reservation.nodes]),
+        kept_nodes=tuple([node for place in kept for node in place.nodes]),
         suggested=suggested,
     )
     state.leases.put(turn)

@@ -15,7 +15,7 @@ from ganger_master.core import answers, commands, events, gang_orders
 from ganger_master.core.answers import RefusedError
 from ganger_master.core.approval import CandidateApproval, judge, judge_change, level_of, requested_memory, shut_out
 from ganger_master.core.colocation import per_device
-from ganger_master.core.commands import CHANGES_LIMIT, CLAIMS_LIMIT, LINE_LIMIT, PROMISES_LIMIT
+from ganger_master.core.commands import CHANGES_LIMIT, CLAIMS_LIMIT, KEPT_PLACES_LIMIT, LINE_LIMIT
 from ganger_master.core.elastic import (
     check_resize,
     devices_of,
@@ -60,7 +60,7 @@ def propose_plan(state: State, command: commands.ProposePlan, now: float) -> Dec
     numbers = [change.number for change in command.changes]
     if len(set(numbers)) != len(numbers):
         raise RefusedError("PLAN_INVALID", "one change per job")
-    trial = _Trial(state, command.promises)
+    trial = _Trial(state, command.kept_places)
     happening: list[Event] = []
     verdicts: dict[int, answers.ChangeAnswer] = {}
     for group in _groups(command.changes):
@@ -70,10 +70,10 @@ def propose_plan(state: State, command: commands.ProposePlan, now: float) -> Dec
             own = (refusals[change.number],) if change.number in refusals else ()
             verdicts[change.number] = answers.ChangeAnswer(change.number, not refusals, 0, own)
     ordered = tuple(verdicts[number] for number in numbers)
-    promises = command.promises
-    if promises is not None:
-        promises = tuple([one for one in promises if not _is_shut_out(state, one, now)])
-        happening.append(events.PlacesPromised(now, command.proposer, promises))
+    kept_places = command.kept_places
+    if kept_places is not None:
+        kept_places = tuple([one for one in kept_places if not _is_shut_out(state, one, now)])
+        happening.append(events.PlacesKept(now, command.proposer, kept_places))
     happening.extend(
         [events.ChangeJudged(now, command.proposer, one) for one in command.findings if one.number in state.jobs]
     )
@@ -84,30 +84,30 @@ def propose_plan(state: State, command: commands.ProposePlan, now: float) -> Dec
     return tuple(happening), answers.PlanAnswer(ordered, state.view.version)
 
 
-def kept_places(state: State, promises: Sequence[commands.Promise]) -> dict[int, tuple[Claim, ...]]:
+def kept_claims(state: State, places: Sequence[commands.KeepPlace]) -> dict[int, tuple[Claim, ...]]:
     """Return the places that a planner keeps, by the number of the job; those of waiting jobs count."""
-    known = [(state.jobs.get(one.number), one.claims) for one in promises]
+    known = [(state.jobs.get(one.number), one.claims) for one in places]
     return {job.number: claims for job, claims in known if job is not None and job.is_waiting}
 
 
-def _is_shut_out(state: State, promise: commands.Promise, now: float) -> bool:
+def _is_shut_out(state: State, place: commands.KeepPlace, now: float) -> bool:
     """Return whether a place is for a waiting job that may not start there: it is kept for none."""
-    job = state.jobs.get(promise.number)
-    nodes = {claim.node for claim in promise.claims}
+    job = state.jobs.get(place.number)
+    nodes = {claim.node for claim in place.claims}
     return job is not None and job.is_waiting and bool(shut_out(state, job, nodes, now))
 
 
 def _too_long(plan: commands.ProposePlan) -> str:
-    promises, line = plan.promises or (), plan.line.numbers if plan.line is not None else ()
+    kept_places, line = plan.kept_places or (), plan.line.numbers if plan.line is not None else ()
     claims = sum([len(claims_in(change)) for change in plan.changes])
-    kept = sum([len(promise.claims) for promise in promises])
-    others = max(len(promises), len(plan.findings), len(plan.curves))
+    kept = sum([len(place.claims) for place in kept_places])
+    others = max(len(kept_places), len(plan.findings), len(plan.curves))
     later = "propose the others in the next one"
     exceeded = [
         (len(plan.changes), CHANGES_LIMIT, f"changes, at most {CHANGES_LIMIT} in a plan: {later}"),
         (claims, CLAIMS_LIMIT, f"claims in the changes, at most {CLAIMS_LIMIT} in a plan: {later}"),
         (len(line), LINE_LIMIT, f"jobs in the line, at most {LINE_LIMIT}"),
-        (others, PROMISES_LIMIT, f"places kept, findings or curves, at most {PROMISES_LIMIT} of each"),
+        (others, KEPT_PLACES_LIMIT, f"places kept, findings or curves, at most {KEPT_PLACES_LIMIT} of each"),
         (kept, CLAIMS_LIMIT, f"claims in the places kept, at most {CLAIMS_LIMIT}"),
     ]
     return next((f"{count} {text}" for count, most, text in exceeded if count > most), "")
@@ -167,14 +167,14 @@ def _judge_rows(trial: _Trial, group: Sequence[PlanChange], proposer: str, now: 
 class _Trial:
     """The state as it will be once the changes approved so far have happened, as far as the next ones can see it: what
     is free, what is kept, and the users' shares. The state itself until that differs, then a shallow copy: only for
-    judging. `promises`: the places that the plan keeps, which replace those of the last one; None: these stand."""
+    judging. `kept_places`: the places that the plan keeps, which replace those of the last one; None: these stand."""
 
-    def __init__(self, state: State, promises: Sequence[commands.Promise] | None) -> None:
+    def __init__(self, state: State, kept_places: Sequence[commands.KeepPlace] | None) -> None:
         self._state = self._real = state
         # Places of jobs that the plan starts: they are taken, so they are kept no longer.
         self._released: list[tuple[int, tuple[Claim, ...]]] = []
-        if promises is not None and (promises or state.queue.promised):
-            self._keep(kept_places(state, promises))
+        if kept_places is not None and (kept_places or state.queue.kept_by_plan):
+            self._keep(kept_claims(state, kept_places))
         self._given_and_taken: list[tuple[tuple[Claim, ...], tuple[Claim, ...]]] = []
         # The part of that which shares devices with other gangs.
         self._joined: list[Claim] = []
@@ -217,9 +217,9 @@ class _Trial:
         match event:
             case events.GangApproved(number=number, claims=claims) | events.StartOffered(number=number, claims=claims):
                 self._use_share(self._state.jobs[number], devices_of(claims))
-                if kept := self._state.queue.promised.get(number):
+                if kept := self._state.queue.kept_by_plan.get(number):
                     self._released.append((number, kept))
-                    self._keep({other: one for other, one in self._state.queue.promised.items() if other != number})
+                    self._keep({other: one for other, one in self._state.queue.kept_by_plan.items() if other != number})
             case events.ResizeBegun(number=number, claims=claims):
                 job = self._state.jobs[number]
                 self._resized.extend([*self._state.gangs[job.epoch].claims, *claims])
@@ -234,16 +234,16 @@ class _Trial:
             self._state = copy.copy(self._state)
             self._state.view = self._real.view.copy()
 
-    def _keep(self, promised: dict[int, tuple[Claim, ...]]) -> None:
+    def _keep(self, places: dict[int, tuple[Claim, ...]]) -> None:
         if self._state is self._real:
             self._state = copy.copy(self._real)
         self._state.queue = copy.copy(self._real.queue)
-        self._state.queue.promised = promised
+        self._state.queue.kept_by_plan = places
 
     def undo(self, mark: tuple[int, int, int, int]) -> None:
         self._unapplied.clear()
         if len(self._released) > mark[3]:
-            self._keep({**self._state.queue.promised, **dict(self._released[mark[3] :])})
+            self._keep({**self._state.queue.kept_by_plan, **dict(self._released[mark[3] :])})
             del self._released[mark[3] :]
         for given, taken in reversed(self._given_and_taken[mark[0] :]):
             self._exchange(taken, given)
@@ -351,7 +351,7 @@ def _in_vain(state: State, job: JobRecord, purpose: Purpose, now: float) -> Refu
     helped, gang = state.jobs.get(purpose.job), state.gangs.get(job.epoch)
     if helped is None or gang is None or not helped.is_waiting:
         return None
-    kept = state.queue.promised.get(helped.number)
+    kept = state.queue.kept_by_plan.get(helped.number)
     nodes = {claim.node for claim in kept} if kept else set(gang.nodes)
     refusals = shut_out(state, helped, nodes, now)
     closed = {refusal.node for refusal in refusals}

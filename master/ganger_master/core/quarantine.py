@@ -237,7 +237,7 @@ def adoptable_gang(state: State, job: JobRecord, epoch: int, parts: Mapping[str,
     if misfit:
         return misfit
     gang = _built(state, job, newest, [parts[name] for name in newest.nodes], claims, now)
-    return _booking_conflict(state, job, gang) or gang
+    return _claim_conflict(state, job, gang) or gang
 
 
 def give_gang(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> None:
@@ -297,8 +297,8 @@ def _hardware_mismatch(state: State, claims: Sequence[Claim]) -> str:
     return ""
 
 
-def _booking_conflict(state: State, job: JobRecord, gang: Gang) -> str:
-    """Return why the pieces of a gang (less than its claims if it is parked) cannot be booked; empty if they can."""
+def _claim_conflict(state: State, job: JobRecord, gang: Gang) -> str:
+    """Return why the pieces of a gang (less than its claims if it is parked) cannot be claimed; empty if they can."""
     if not job.spec.accepts(gang.devices):
         return f"it has {counted(gang.devices, 'device')}, which {job.name} does not accept"
     for claim in gang.held:

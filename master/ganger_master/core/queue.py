@@ -28,7 +28,7 @@ class GrantedLease(Struct, frozen=True, gc=False):
     expires: float
     scheduler: str
     tries: int = 0
-    reserved_nodes: tuple[str, ...] = ()
+    kept_nodes: tuple[str, ...] = ()
     # Where a plan would start the job, with its cores and its number of devices.
     suggested: tuple[Claim, ...] = ()
 
@@ -48,7 +48,7 @@ class Blocked(Struct, frozen=True, gc=False):
     waited_from: float
 
 
-class ReservedPlaces(Struct, frozen=True, gc=False):
+class KeptPlaces(Struct, frozen=True, gc=False):
     """The places that were last found for the jobs of these numbers, by job name."""
 
     numbers: tuple[int, ...]
@@ -129,10 +129,10 @@ class JobQueue:
     a lack of pieces. resuming: jobs that are parked somewhere, and keep memory there. passed: jobs that were refused or
     passed at a view version, and when: they get no lease until the view changes or time passes. declined: jobs whose
     schedulers left places unused, which keep no room, while they wait or (True) for a locality wish. conflicts: refused
-    tries. blocked: what `approval` found, until a refusal or a conflict comes or goes. kept: the places that are
-    reserved for blocked jobs. ranks, ranked_by: the planner's last ranking, and its policy. promised: places that the
-    planner keeps for waiting jobs; promised_at: when it last reported them. suggested: places at which a plan starts
-    jobs, in its order, until these jobs get a lease.
+    tries. blocked: what `approval` found, until a refusal or a conflict comes or goes. kept: the places that are kept
+    for blocked jobs. ranks, ranked_by: the planner's last ranking, and its policy. kept_by_plan: those that the planner
+    keeps for waiting jobs; kept_by_plan_at: when it last reported them. suggested: places at which a plan starts jobs,
+    in its order, until these jobs get a lease.
     """
 
     def __init__(self) -> None:
@@ -148,11 +148,11 @@ class JobQueue:
         self.passed: dict[int, tuple[int, float]] = {}
         self.declined: dict[int, bool] = {}
         self.blocked: Blocked | None = None
-        self.kept: ReservedPlaces | None = None
+        self.kept: KeptPlaces | None = None
         self.ranks: dict[int, int] = {}
         self.ranked_by = ""
-        self.promised: dict[int, tuple[Claim, ...]] = {}
-        self.promised_at = 0.0
+        self.kept_by_plan: dict[int, tuple[Claim, ...]] = {}
+        self.kept_by_plan_at = 0.0
         self.suggested: dict[int, tuple[Claim, ...]] = {}
 
     def join(self, place: Place) -> None:
@@ -168,7 +168,7 @@ class JobQueue:
         if number not in self.aside:
             self.front.remove(place)
         self.forget_refusals(number)
-        for known in (self.conflicts, self.passed, self.declined, self.promised, self.suggested):
+        for known in (self.conflicts, self.passed, self.declined, self.kept_by_plan, self.suggested):
             if known:
                 known.pop(number, None)
 
@@ -205,7 +205,7 @@ class JobQueue:
         self.passed = {number: (version, moved(time)) for number, (version, time) in self.passed.items()}
         # It depends on how long blocked jobs have waited.
         self.blocked = None
-        self.promised_at = moved(self.promised_at)
+        self.kept_by_plan_at = moved(self.kept_by_plan_at)
 
 
 class LeaseTable(dict[int, GrantedLease]):

@@ -1,246 +1,269 @@
-"""Places reserved for gangs that optimistic requests would starve, and pieces that lower-ranked requests may not take.
+"""Reservations: nodes that an operator keeps for some users, or for maintenance, for a time.
 
-Reservations are one table in rank order, recomputed in each pass, so they end with the job, node or rank. A reserved
-place is whole or absent: one that the gang could hold if all other jobs left it. The place with the most of it free
-is taken, so that the last piece frees soonest. Protected pieces may be free or held; a request conflicts only where it
-would leave less free than is kept. Pieces carry the rank and the job that they are kept for: a refusal names it.
+Before a reservation begins its nodes are emptied as drained ones are, by moves. While it lasts they take gangs of its
+users only, or none. Then they are as before. A node says what it is reserved for (`Node.reservation`, `reserved_for`),
+which follows from the reservations and the clock (`follow`).
+
+Until then a job may start on such a node if it would end before by its time limit, or if it can be stopped or moved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable
+from enum import Enum
+from typing import TYPE_CHECKING, Final
 
-import numpy as np
-from ganger.cluster.capacity_index import CapacityIndex
-from ganger.cluster.claims import split_cores
-from ganger.cluster.fit import demand, lacking_bandwidth
-from ganger.cluster.placement import beside
-from ganger.cluster.preferences import BEST_FIT
 from ganger.cluster.refusals import Reason, Refusal
-from ganger.cluster.resources import Bandwidth, Claim, GangShape, LocalityLevel, more_bandwidth
-from ganger.cluster.search import PlacementRequest, hosting
-from ganger.cluster.topology import Topology, bits
-from ganger.cluster.view import View
-from msgspec import Struct, field
+from ganger.protocol.gang_orders import Mechanism
+from ganger.text import counted, format_duration
+from msgspec import Struct
 from msgspec.structs import replace
 
-# A gang is kept a place after so many refusals, or so long a wait.
-CONFLICTS_BEFORE = 3
-# Jobs that places are kept for at once.
-_MOST_RESERVED = 8
-# The first of the nodes that may do nearly always does.
-_NODES_TRIED = 8
-_SPREADS_TRIED = 4
+from ganger_master.core import ending
+from ganger_master.core.answers import RefusedError
+from ganger_master.core.job_model import Agent, JobRecord, JobSpec
+from ganger_master.core.node_model import Reservation
+
+if TYPE_CHECKING:
+    from ganger_master.core.commands import ReserveNodes
+    from ganger_master.core.events import NodesReserved, ReservationDeleted
+    from ganger_master.core.state import State
 
 
-class ReservationRequest(Struct, frozen=True, gc=False):
-    """A waiting job that has earned a place, and the nodes that are closed to it."""
+class ReservationPhase(Enum):
+    """AHEAD: its nodes are as others. EMPTYING: until it begins. ACTIVE: while it lasts. OVER: it is forgotten."""
 
-    job: str
-    rank: int
-    shape: GangShape
-    closed: tuple[str, ...] = ()
-
-
-class Reservation(Struct, frozen=True, gc=False):
-    job: str
-    rank: int
-    claims: tuple[Claim, ...]
-
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        return tuple(claim.node for claim in self.claims)
+    AHEAD = "ahead"
+    EMPTYING = "emptying"
+    ACTIVE = "active"
+    OVER = "over"
 
 
-def begins_at(conflicts: int, since: float, after_s: float) -> float:
-    """Return the Unix second from which a place is reserved for a gang that waits since `since`: after `after_s`, or at
-    once where many of its requests, `conflicts`, were refused for another claim."""
-    return since if conflicts >= CONFLICTS_BEFORE else since + after_s
+def phase_of(reservation: Reservation, now: float) -> ReservationPhase:
+    if now >= reservation.end:
+        return ReservationPhase.OVER
+    if now >= reservation.start:
+        return ReservationPhase.ACTIVE
+    return ReservationPhase.EMPTYING if now >= reservation.start - reservation.lead_s else ReservationPhase.AHEAD
 
 
-def reserve(view: View, wanting: Sequence[ReservationRequest]) -> tuple[Reservation, ...]:
-    """Return places for the first jobs in rank order, disjoint, each whole or absent."""
-    found: list[Reservation] = []
-    if not wanting:
-        return ()
-    idle = view.vacant()
-    for one in sorted(wanting, key=lambda wanted: (wanted.rank, wanted.job))[:_MOST_RESERVED]:
-        claims = _place(view, idle, replace(one.shape, arena_bytes_per_device=0), one.closed)
-        if claims is not None:
-            for claim in claims:
-                idle.take(claim, one.shape.gpus)
-            found.append(Reservation(one.job, one.rank, claims))
-    for reservation in found:
-        for claim in reservation.claims:
-            idle.give(claim)
-    return tuple(found)
+class NodeHold(Struct, frozen=True, gc=False):
+    """What a node is reserved for now: the reservation's name, and its users. Without users the node is emptied."""
+
+    reservation: str = ""
+    users: tuple[str, ...] = ()
 
 
-def _place(view: View, idle: View, shape: GangShape, closed: Collection[str]) -> tuple[Claim, ...] | None:
-    if shape.nodes <= 1:
-        claim = _on_one_node(view, idle, shape, closed)
-        if claim is not None:
-            return (claim,)
-    patient = replace(shape, locality=replace(shape.locality, wish=None))
-    request = PlacementRequest(patient, avoid=frozenset(closed), limit=_SPREADS_TRIED)
-    found = BEST_FIT.places(CapacityIndex.of(idle), request)
-    return min(found, key=lambda claims: -_free_already(view, claims), default=None)
+_FREE: Final = NodeHold()
 
 
-def _on_one_node(view: View, idle: View, shape: GangShape, closed: Collection[str]) -> Claim | None:
-    """Return the node that lacks the fewest devices, then cores. Both views have the same slots."""
-    everything = tuple(role.tasks for role in shape.roles)
-    index = CapacityIndex.of(idle)
-    with index.excluding(closed):
-        slots = hosting(index, shape, shape.locality.widest)
-    now = view.columns()
-    takable = now.free[: len(view.nodes)].copy()
-    for slot in view.parked if shape.device_memory_bytes else ():
-        takable[slot] &= np.uint64(view.roomy(slot, shape.device_memory_bytes))
-    free = np.bitwise_count(takable[slots] & idle.columns().free[slots]).astype(np.int64)
-    lacking = np.maximum(0, shape.gpus - free)
-    for slot in map(int, slots[np.lexsort((slots, -now.millicores[slots], lacking))][:_NODES_TRIED]):
-        topology = idle.topologies[slot]
-        needed = demand(topology.configuration_set, shape, everything)
-        mask = _mask(topology, idle.free[slot], int(takable[slot]), needed.gpus, shape.locality.widest)
-        millicores = split_cores(topology, idle.millicores[slot], mask or 0, needed.millicores)
-        if mask is not None and millicores is not None:
-            memory, bandwidth = needed.memory_bytes, needed.bandwidth
-            return Claim(idle.nodes[slot], mask, millicores, memory, 0, everything, bandwidth=bandwidth)
-    return None
+def hold_of(reservations: Iterable[Reservation], node: str, now: float) -> NodeHold:
+    """Return what a node is reserved for at a time. No two reservations have a node at once."""
+    found = [
+        hold
+        for reservation in reservations
+        if node in reservation.nodes and (hold := _hold(reservation, now)) is not _FREE
+    ]
+    return found[0] if found else _FREE
 
 
-def _mask(topology: Topology, allowed: int, free: int, count: int, widest: LocalityLevel) -> int | None:
-    """Return `count` of the allowed devices within `widest`, free ones first."""
-    free &= allowed
-    mask = topology.best(free, count, min(widest, LocalityLevel.NODE))
-    if mask is not None or allowed.bit_count() < count:
-        return mask
-    if widest >= LocalityLevel.NODE:
-        return _some(free, allowed, count)
-    fallback = topology.best(allowed, count, widest)
-    near = [group.device_mask for group in topology.configuration_set.groups if group.level <= widest]
-    if widest >= LocalityLevel.SOCKET:
-        near += topology.sockets
-    choices = [_some(free & group, allowed & group, count) for group in near if (allowed & group).bit_count() >= count]
-    choices += [fallback] if fallback is not None else []
-    return min(choices, key=lambda choice: (-(choice & free).bit_count(), choice), default=None)
+def _hold(reservation: Reservation, now: float) -> NodeHold:
+    match phase_of(reservation, now):
+        case ReservationPhase.EMPTYING:
+            return NodeHold(reservation.name)
+        case ReservationPhase.ACTIVE:
+            return NodeHold(reservation.name, reservation.users)
+        case _:
+            return _FREE
 
 
-def _some(first: int, then: int, count: int) -> int:
-    chosen = [*bits(first), *bits(then & ~first)][:count]
-    return sum(1 << device for device in chosen)
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+_MOST: Final = 1_000
+_NAME_LIMIT: Final = 63
+_TEXT_LIMIT: Final = 1_000
+_USERS_LIMIT: Final = 1_000
+_LONGEST_S: Final = 366 * 86_400.0
+# Of the year 9999, by Unix's clock.
+_LAST_SECOND: Final = 253_402_300_799.0
 
 
-def _free_already(view: View, claims: Sequence[Claim]) -> int:
-    return sum((view.free[view.slots[claim.node]] & claim.device_mask).bit_count() for claim in claims)
-
-
-class ProtectedPieces(Struct, frozen=True, gc=False):
-    """The pieces of one node that are reserved for one job."""
-
-    job: str
-    rank: int
-    device_mask: int
-    millicores: tuple[int, ...]
-    memory_bytes: int
-    bandwidth: Bandwidth = ()
-
-
-class Protected(Struct, frozen=True, gc=False):
-    """Protected pieces by node, in rank order. `everything`: the first job of a strict queue, and its rank."""
-
-    nodes: Mapping[str, tuple[ProtectedPieces, ...]] = field(default_factory=dict)
-    everything: tuple[str, int] | None = None
-
-
-NOTHING = Protected()
-
-
-def protect(view: View, reservations: Iterable[Reservation]) -> Protected:
-    """Return the protected set of these reservations. Nodes that left the view protect nothing, nor does a claim
-    of other sockets than its node has: plans may reserve such claims."""
-    nodes: dict[str, tuple[ProtectedPieces, ...]] = {}
-    for one in sorted(reservations, key=lambda one: (one.rank, one.job)):
-        for claim in one.claims:
-            if claim.node in view and len(claim.millicores) == len(view.topology(claim.node).sockets):
-                memory_bytes = claim.memory_bytes + claim.arena_bytes
-                pieces = (claim.device_mask, claim.millicores, memory_bytes, claim.bandwidth)
-                kept = ProtectedPieces(one.job, one.rank, *pieces)
-                nodes[claim.node] = (*nodes.get(claim.node, ()), kept)
-    return Protected(nodes)
-
-
-def trespass(
-    view: View,
-    protected: Protected,
-    claims: Sequence[Claim],
-    *,
-    rank: int = 0,
-    job: str = "",
-    holding: Sequence[Claim] = (),
-) -> tuple[Refusal, ...]:
-    """Return why a job of this rank (0: behind all) may not have these claims, which fit; empty if it may.
-
-    `holding`: pieces that the job has already, and gives up for these. What the claims have beyond them counts."""
-    if protected.everything is not None and _goes_first(*protected.everything, rank, job):
-        first, its_rank = protected.everything
-        return (
-            Refusal(
-                Reason.PROTECTED,
-                {"rank": rank, "first_rank": its_rank},
-                job=first,
-                detail="the queue is strict and another job goes first",
-            ),
+def check(state: State, command: ReserveNodes, now: float) -> None:
+    """Raise RefusedError unless the reservation is accepted."""
+    reservation = command.reservation
+    wrong = _mistakes(reservation, now)
+    if wrong:
+        text = "; ".join([f"{path}: {what}" for path, what in wrong])
+        raise RefusedError("RESERVATION_INVALID", text, violations=tuple(wrong))
+    if reservation.name in state.reservations:
+        raise RefusedError(
+            "RESERVATION_EXISTS", f"there is a reservation {reservation.name!r} already: delete it first"
         )
-    refusals: list[Refusal] = []
-    own = {claim.node: claim for claim in holding}
-    for whole in claims if protected.nodes else ():
-        slot = view.slots.get(whole.node)
-        if slot is None:
-            continue
-        claim = beyond(whole, own.get(whole.node))
-        memory = 0
-        bandwidth: Bandwidth = ()
-        millicores = [0] * len(claim.millicores)
-        for kept in protected.nodes.get(claim.node, ()):
-            if not _goes_first(kept.job, kept.rank, rank, job):
-                continue
-            memory += kept.memory_bytes
-            bandwidth = more_bandwidth(bandwidth, kept.bandwidth)
-            millicores = [have + more for have, more in zip(millicores, kept.millicores, strict=True)]
-            figures = _in_the_way(view, slot, claim, kept.device_mask, millicores, memory)
-            if not figures and lacking_bandwidth(view, slot, more_bandwidth(claim.bandwidth, bandwidth)):
-                figures = {"kept_mb_per_s": sum(bandwidth)} if claim.bandwidth else {}
-            if figures:
-                figures |= {"rank": rank, "first_rank": kept.rank}
-                refusals.append(Refusal(Reason.RESERVED, figures, node=claim.node, job=kept.job))
-                break
+    if len(state.reservations) >= _MOST:
+        raise RefusedError("RESERVATION_INVALID", f"there are {_MOST} reservations already")
+    unknown = [node for node in reservation.nodes if node not in state.nodes]
+    if unknown:
+        text = f"nodes/{unknown[0]} is unknown: `ganger nodes` lists those that there are"
+        raise RefusedError("NODE_NOT_FOUND", text, {"node": f"nodes/{unknown[0]}"})
+    for other in state.reservations.values():
+        common = set(other.nodes).intersection(reservation.nodes)
+        if (
+            common
+            and reservation.start - reservation.lead_s < other.end
+            and other.start - other.lead_s < reservation.end
+        ):
+            node = min(common)
+            text = f"nodes/{node} is reserved by {other.name!r} at that time: choose another time, or delete that one"
+            raise RefusedError("RESERVATION_CONFLICT", text, {"node": f"nodes/{node}", "reservation": other.name})
+
+
+def _mistakes(reservation: Reservation, now: float) -> list[tuple[str, str]]:
+    wrong = []
+    named = reservation.name
+    if not named or len(named) > _NAME_LIMIT or not all(sign.isalnum() or sign in "._-" for sign in named):
+        wrong.append(("name", "letters, digits, '.', '_' and '-', at most 63"))
+    if not reservation.nodes:
+        wrong.append(("nodes", "at least one"))
+    # The bounds are tested positively, because NaN is neither more nor less.
+    if not 0.0 <= reservation.start <= _LAST_SECOND:
+        wrong.append(("start_time", "a time up to the year 9999"))
+    if not 0.0 < reservation.end - reservation.start <= _LONGEST_S:
+        wrong.append(("end_time", "after the start, by a year at most"))
+    elif not reservation.end <= _LAST_SECOND:
+        wrong.append(("end_time", "a time up to the year 9999"))
+    elif not reservation.end > now:
+        wrong.append(("end_time", "has passed"))
+    if not 0.0 <= reservation.lead_s <= _LONGEST_S:
+        wrong.append(("lead", "from 0 to a year"))
+    if len(reservation.users) > _USERS_LIMIT or not all(0 < len(user) <= _NAME_LIMIT for user in reservation.users):
+        wrong.append(("users", f"at most {_USERS_LIMIT}, of {_NAME_LIMIT} characters each"))
+    if len(reservation.reason) > _TEXT_LIMIT:
+        wrong.append(("reason", f"at most {_TEXT_LIMIT} characters"))
+    return wrong
+
+
+def begin(state: State, event: NodesReserved) -> None:
+    state.put_reservation(event.reservation)
+    state.history(event.time, "cluster", "nodes_reserved", event.cause, in_words(event.reservation))
+    follow(state, event.time, event.cause)
+
+
+def end(state: State, event: ReservationDeleted) -> None:
+    _forget(state, event.name)
+    state.history(event.time, "cluster", "reservation_deleted", event.cause, event.name)
+    follow(state, event.time, event.cause)
+
+
+def _forget(state: State, name: str) -> None:
+    """Forget a reservation, and report the pending jobs anew: a planner leaves a job out of the nodes that were
+    refused for it, for a while or until the job changes."""
+    state.forget_reservation(name)
+    state.dirty.news.update(dict.fromkeys(state.queue.waiting))
+
+
+def in_words(reservation: Reservation) -> str:
+    purpose = f"for {', '.join(reservation.users)}" if reservation.users else "for maintenance"
+    return f"{reservation.name}: {counted(len(reservation.nodes), 'node')} {purpose}" + (
+        f" ({reservation.reason})" if reservation.reason else ""
+    )
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+def follow(state: State, now: float, cause: str) -> None:
+    """Forget reservations that are over, bring all nodes up to date, and note when the next phase begins."""
+    for reservation in list(state.reservations.values()):
+        if phase_of(reservation, now) is ReservationPhase.OVER:
+            _forget(state, reservation.name)
+            state.history(now, "cluster", "reservation_ended", cause, in_words(reservation))
+    holds = {}
+    for reservation in state.reservations.values():
+        hold = _hold(reservation, now)
+        if hold is not _FREE:
+            holds.update(dict.fromkeys(reservation.nodes, hold))
+    for name in [*holds, *state.nodes.reserved]:
+        _note(state, name, holds.get(name, _FREE), now, cause)
+    state.reservation_at = next_time(state.reservations.values(), now)
+
+
+def note_node(state: State, name: str, now: float, cause: str) -> None:
+    """Bring one node up to date, which has joined."""
+    if state.reservations:
+        _note(state, name, hold_of(state.reservations.values(), name, now), now, cause)
+
+
+def _note(state: State, name: str, hold: NodeHold, now: float, cause: str) -> None:
+    node = state.nodes.get(name)
+    if node is None or (node.reservation, node.reserved_for) == (hold.reservation, hold.users):
+        return
+    state.put_node(replace(node, reservation=hold.reservation, reserved_for=hold.users))
+    kind = "node_released" if not hold.reservation else "node_reserved" if hold.users else "node_emptied"
+    state.history(now, f"nodes/{name}", kind, cause, hold.reservation or node.reservation)
+
+
+def next_time(reservations: Iterable[Reservation], now: float) -> float:
+    """Return when a reservation enters its next phase; infinite if none does."""
+    times = [
+        time
+        for reservation in reservations
+        for time in (reservation.start - reservation.lead_s, reservation.start, reservation.end)
+        if time > now
+    ]
+    return min(times, default=math.inf)
+
+
+# -- jobs --------------------------------------------------------------------------------------------------------------
+
+
+def start_rules(state: State, job: JobRecord, nodes: Collection[str], now: float) -> tuple[Refusal, ...]:
+    """Return why a job may not start on these nodes now because of reservations that begin later; empty if it may."""
+    if not state.reservations or can_leave(job):
+        return ()
+    ends = _ends_if_started(state, job, now)
+    refusals = []
+    for reservation in state.reservations.values():
+        if reservation.start < ends and now < reservation.end and job.user not in reservation.users:
+            begins = format_duration(max(0.0, reservation.start - now))
+            detail = (
+                f"the node is reserved in {begins} ({reservation.name}), when the job may still run, and it can be "
+                "neither moved nor stopped: give it a --time that ends before"
+            )
+            there = sorted(set(reservation.nodes).intersection(nodes))
+            refusals += [Refusal(Reason.NODE_RESERVED, node=node, job=job.name, detail=detail) for node in there]
     return tuple(refusals)
 
 
-def beyond(claim: Claim, held: Claim | None) -> Claim:
-    """Return what a claim has beyond what its job holds there: arenas count as memory."""
-    if held is None:
-        return claim
-    memory_bytes = claim.memory_bytes + claim.arena_bytes - held.memory_bytes - held.arena_bytes
-    return replace(beside(claim, held), memory_bytes=max(0, memory_bytes), arena_bytes=0)
+def reached_by(state: State, job: JobRecord, spec: JobSpec, now: float) -> str:
+    """Return why a gang may not have a new time limit: it would run into a reservation that the old one avoids."""
+    gang = state.gangs.get(job.epoch)
+    if gang is None or not state.reservations:
+        return ""
+    before = {one.node for one in start_rules(state, job, gang.nodes, now)}
+    reached = start_rules(state, replace(job, spec=spec), gang.nodes, now)
+    found = next((one.detail for one in reached if one.node not in before), "")
+    return found and f"{job.name} cannot have this time limit: {found}"
 
 
-def _goes_first(job: str, its_rank: int, rank: int, own: str) -> bool:
-    return job != own and (rank == 0 or its_rank < rank)
+def _ends_if_started(state: State, job: JobRecord, now: float) -> float:
+    limit = job.time_limit_s
+    return math.inf if limit is None else now + max(0.0, limit - ending.counted_s(state, job, now))
 
 
-def _in_the_way(
-    view: View, slot: int, claim: Claim, mask: int, millicores: Sequence[int], memory: int
-) -> dict[str, int]:
-    """Return what the claim would take of these devices, or of the cores and bytes that are reserved so far."""
-    if claim.device_mask & mask:
-        return {"kept_devices": (claim.device_mask & mask).bit_count()}
-    for have, wanted, kept in zip(view.millicores[slot], claim.millicores, millicores, strict=True):
-        if wanted and wanted > max(0, have - kept):
-            return {"kept_millicores": kept, "free_millicores": have}
-    wanted_memory = claim.memory_bytes + claim.arena_bytes
-    if wanted_memory and wanted_memory > max(0, view.memory[slot] - memory):
-        return {"kept_bytes": memory, "free_bytes": view.memory[slot]}
-    return {}
+def can_leave(job: JobRecord) -> bool:
+    """Return whether a job can be moved or stopped without loss, as far as is known before it runs."""
+    if job.capabilities.known:
+        return job.capabilities.can_move or job.capabilities.checkpoint
+    spec = job.spec
+    saves_itself = bool(spec.stop_signal) or spec.mechanism is Mechanism.IMAGE
+    return spec.agent is not Agent.NONE or saves_itself
+
+
+def may_stay(state: State, job: JobRecord, name: str) -> bool:
+    """Return whether a running job need not leave for a reservation: it ends before by its time limit, or is of a user
+    of the reservation."""
+    reservation, ends = state.reservations.get(name), ending.ends_at(state, job)
+    if reservation is None:
+        return False
+    return job.user in reservation.users or (ends is not None and ends <= reservation.start)

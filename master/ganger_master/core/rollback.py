@@ -93,7 +93,7 @@ def open_store(state: State, event: events.StoreOpened) -> None:
     state.reports.clear()
     state.ends = None
     state.leases.drop_all()
-    state.queue.promised = {}
+    state.queue.kept_by_plan = {}
     for node in list(state.nodes.values()):
         # Each daemon that has received orders is to report anew what it has.
         state.put_node(replace(node, session="", heard=False, silent=False))

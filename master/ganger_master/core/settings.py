@@ -35,7 +35,7 @@ class CoreSettings:
     # Minimum time between two plans that preempt running jobs.
     plan_every_s: float = 300.0
     # Without a planner: time that a gang waits until room is kept for it.
-    reserve_after_s: float = 120.0
+    keep_place_after_s: float = 120.0
     # The quantum of time slices; None: no time-slicing.
     quantum_s: float | None = 60.0
     # Opportunistic migrations per node and hour; None: the planner decides.

@@ -22,7 +22,7 @@ from ganger_master.core.desired_projection import DesiredProjection
 from ganger_master.core.events import Dirty, HistoryRow, StoredChanges, Unstored, cut
 from ganger_master.core.gang_model import Gang, StoredOrder, TimesliceGroup
 from ganger_master.core.job_model import JobRecord, Request
-from ganger_master.core.node_model import Booking, Counters, Node
+from ganger_master.core.node_model import Counters, Node, Reservation
 from ganger_master.core.partitions import PartitionIndex
 from ganger_master.core.plan_changes import CoresCurve
 from ganger_master.core.queue import Blocked, JobQueue, LeaseTable, Place
@@ -61,8 +61,8 @@ class State:
         self.nodes = NodeIndex()
         self.usage = UsageIndex()
         # By name, and when the next one enters another phase.
-        self.bookings: dict[str, Booking] = {}
-        self.booking_at = 0.0
+        self.reservations: dict[str, Reservation] = {}
+        self.reservation_at = 0.0
         # Without teams, no decision depends on use.
         self.counts_use = is_stored or bool(settings.teams)
         self.counters = Counters(storage_token=settings.storage_token)
@@ -172,13 +172,13 @@ class State:
         del self.usage[user]
         self.unstored.remove(("user_usage", user))
 
-    def put_booking(self, booking: Booking) -> None:
-        self.bookings[booking.name] = booking
-        self.unstored.put(("booking", booking.name), booking)
+    def put_reservation(self, reservation: Reservation) -> None:
+        self.reservations[reservation.name] = reservation
+        self.unstored.put(("reservation", reservation.name), reservation)
 
-    def forget_booking(self, name: str) -> None:
-        del self.bookings[name]
-        self.unstored.remove(("booking", name))
+    def forget_reservation(self, name: str) -> None:
+        del self.reservations[name]
+        self.unstored.remove(("reservation", name))
 
     def put_request(self, request: Request) -> None:
         self.forget_request(request.user, request.request_id)

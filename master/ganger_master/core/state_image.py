@@ -1,6 +1,6 @@
 """A state as plain values, and the state restored from them: it decides as the first one would have.
 
-An image has more than a store keeps, because a restart voids sessions and forgets leases, refusals and reserved places.
+An image has more than a store keeps, because a restart voids sessions and forgets leases, refusals and kept places.
 What can be derived is derived again. The state that a master finds in its store is restored here, too.
 """
 
@@ -24,9 +24,9 @@ from ganger_master.core.events import Dirty
 from ganger_master.core.gang_model import Gang, TimesliceGroup
 from ganger_master.core.gang_orders import party_of, project_node
 from ganger_master.core.job_model import JobRecord, Request
-from ganger_master.core.node_model import Booking, Counters, Element, Node
+from ganger_master.core.node_model import Counters, Element, Node, Reservation
 from ganger_master.core.plan_changes import CoresCurve
-from ganger_master.core.queue import Blocked, GrantedLease, ReservedPlaces
+from ganger_master.core.queue import Blocked, GrantedLease, KeptPlaces
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 from ganger_master.core.usage_model import UserUsage
@@ -57,9 +57,9 @@ class Image(Struct, frozen=True, gc=False):
     rows_seen: tuple[tuple[str, ObservedSlices], ...] = ()
     former: tuple[Request, ...] = ()
     usage: tuple[UserUsage, ...] = ()
-    bookings: tuple[Booking, ...] = ()
-    booked: tuple[str, ...] = ()
-    booking_at: float = 0.0
+    reservations: tuple[Reservation, ...] = ()
+    reserved: tuple[str, ...] = ()
+    reservation_at: float = 0.0
     devices: int = 0
     free_devices: int = 0
     # Numbers of the jobs that their request ids mean.
@@ -89,7 +89,7 @@ class Image(Struct, frozen=True, gc=False):
     conflicts: Mapping[int, int] = field(default_factory=dict)
     aside_from: int = 0
     aside_at: float = 0.0
-    kept: ReservedPlaces | None = None
+    kept: KeptPlaces | None = None
     turns: tuple[GrantedLease, ...] = ()
     next_turn: int = 1
     passed: Mapping[int, tuple[int, float]] = field(default_factory=dict)
@@ -99,8 +99,8 @@ class Image(Struct, frozen=True, gc=False):
     claimed_by: Mapping[int, str] = field(default_factory=dict)
     ranks: Mapping[int, int] = field(default_factory=dict)
     ranked_by: str = ""
-    promised: Mapping[int, tuple[Claim, ...]] = field(default_factory=dict)
-    promised_at: float = 0.0
+    kept_by_plan: Mapping[int, tuple[Claim, ...]] = field(default_factory=dict)
+    kept_by_plan_at: float = 0.0
     suggested: Mapping[int, tuple[Claim, ...]] = field(default_factory=dict)
     cores_curves: Mapping[int, CoresCurve] = field(default_factory=dict)
     wake_at: float | None = None
@@ -114,18 +114,18 @@ def _paths(names: str) -> tuple[str, ...]:
 # dictionaries that serve as sets, and values of dictionaries.
 _SAME = _paths(
     "started nodes.devices nodes.free_devices nodes.next_silence_check queue.blocked queue.kept queue.ranked_by"
-    " queue.promised_at queue.aside_from queue.aside_at leases.next_turn wake_at ends booking_at"
+    " queue.kept_by_plan_at queue.aside_from queue.aside_at leases.next_turn wake_at ends reservation_at"
 )
 _MAPPINGS = _paths(
     "reports nodes.last_answer nodes.drained_in_vain jobs.left_by queue.refusals queue.conflicts queue.passed"
-    " queue.declined queue.ranks queue.promised queue.suggested leases.lost_turns leases.returned leases.claimed_by"
+    " queue.declined queue.ranks queue.kept_by_plan queue.suggested leases.lost_turns leases.returned leases.claimed_by"
     " cores_curves"
 )
 _SETS = _paths(
     "jobs.finished jobs.running_limited jobs.moving jobs.backing_off queue.resuming nodes.draining nodes.faulty"
-    " nodes.booked nodes.choosy nodes.unheard"
+    " nodes.reserved nodes.choosy nodes.unheard"
 )
-_VALUES = ("nodes", "jobs", "gangs", "gangs.sets", "jobs.former", "usage", "bookings")
+_VALUES = ("nodes", "jobs", "gangs", "gangs.sets", "jobs.former", "usage", "reservations")
 
 
 def image_of(state: State) -> Image:
@@ -183,7 +183,7 @@ def state_of(image: Image) -> State:
     for turn in image.turns:
         state.leases.put(turn)
     state.usage.update({usage.user: usage for usage in image.usage})
-    state.bookings.update({booking.name: booking for booking in image.bookings})
+    state.reservations.update({reservation.name: reservation for reservation in image.reservations})
     _index(state)
     # Jobs that joined the queue have discarded it.
     state.queue.blocked = image.blocked
@@ -319,7 +319,7 @@ def restored(settings: CoreSettings, elements: Iterable[Element], now: float, fo
         for (_, name), rows in former.gangs.rows_seen.items():
             state.gangs.note_rows(name, rows)
     state.usage.update({one.user: one for one in of(UserUsage)})
-    state.bookings.update({one.name: one for one in of(Booking)})
+    state.reservations.update({one.name: one for one in of(Reservation)})
     state.take_changes()
     state.dirty = Dirty()
     usage.restore(state, now)

@@ -101,7 +101,7 @@ class Shares:
         self._jobs_of: dict[str, set[int]] = {}
 
     def charge(self, number: int, owners: tuple[str, ...], devices: int) -> None:
-        """The job of these owners holds so many from now on; none takes it off the books."""
+        """The job of these owners holds so many from now on; none releases it."""
         former, was = self._charged.pop(number, ((), 0))
         for owner in former:
             self._add(owner, -was)
@@ -363,8 +363,8 @@ class NodeIndex(dict[str, Node]):
     """The nodes by name, and indexes of them.
 
     devices, free_devices: of the nodes that take gangs. nodes_with: how many of these have so many devices free, of
-    those that have any. draining: to be emptied, by an operator, for a fault of their own or for a booking. faulty:
-    have a device with a fault. booked: those of bookings that are emptied or last. choosy: may be closed to some jobs.
+    those that have any. draining: to be emptied, by an operator, for a fault of their own or for a reservation. faulty:
+    have a device with a fault. reserved: of reservations that begin soon or last. choosy: may be closed to some jobs.
     unheard: not lost, and have not reported their gangs yet. strays_of: by job uid the nodes with a gang that is
     quarantined or being ended by an operator. last_answer: when a daemon was last answered, Unix seconds.
     next_silence_check: no node can turn silent or be lost before; None while none can. drained_in_vain: by epoch, gangs
@@ -379,7 +379,7 @@ class NodeIndex(dict[str, Node]):
         self.nodes_with: dict[int, int] = {}
         self.draining: dict[str, None] = {}
         self.faulty: dict[str, None] = {}
-        self.booked: dict[str, None] = {}
+        self.reserved: dict[str, None] = {}
         self.choosy: dict[str, None] = {}
         self.unheard: dict[str, None] = {}
         self.strays_of: dict[str, dict[str, None]] = {}
@@ -398,7 +398,7 @@ class NodeIndex(dict[str, Node]):
         self[name] = node
         list_if(self.draining, name, node.is_emptied)
         list_if(self.faulty, name, bool(node.device_faults))
-        list_if(self.booked, name, node.booking)
+        list_if(self.reserved, name, node.reservation)
         list_if(self.unheard, name, not node.heard and not node.lost)
         list_if(self.choosy, name, node.is_choosy)
         if old is None or old.strays is not node.strays:
@@ -407,7 +407,7 @@ class NodeIndex(dict[str, Node]):
     def forget(self, name: str) -> None:
         node = self.pop(name)
         self.index_strays(node, replace(node, strays=()))
-        for known in (self.draining, self.faulty, self.booked, self.choosy, self.last_answer):
+        for known in (self.draining, self.faulty, self.reserved, self.choosy, self.last_answer):
             known.pop(name, None)
 
     def index_strays(self, old: Node | None, node: Node) -> None:

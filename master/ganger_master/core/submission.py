@@ -16,7 +16,7 @@ from ganger.protocol.gang_orders import Mechanism
 from ganger.text import counted, format_cores, format_duration, format_memory
 from msgspec.structs import replace
 
-from ganger_master.core import answers, bookings, commands, ending, events
+from ganger_master.core import answers, commands, ending, events, reservations
 from ganger_master.core.answers import Refused, RefusedError
 from ganger_master.core.events import Decision
 from ganger_master.core.job_model import JobRecord, JobSpec, Submitted, Update, Updated, bytes_of
@@ -489,7 +489,7 @@ def _check_now(state: State, job: JobRecord, spec: JobSpec, now: float) -> None:
                 f"{job.name} takes turns with others, which is for jobs of one priority and without a time limit: "
                 "suspend it, update it, and resume it"
             )
-        text = text or bookings.reached_by(state, job, spec, now)
+        text = text or reservations.reached_by(state, job, spec, now)
     elif job.start_time or job.checkpoint is not None or state.gangs.epochs_of.get(job.number):
         text = (
             f"{job.name} has started: its priority, time limit and name can be changed, "

@@ -274,7 +274,7 @@ def _stands(state: State, job: JobRecord, now: float) -> str:
 
 
 def _turn_text(turn: GrantedLease) -> str:
-    kept = f", places kept on {', '.join(turn.reserved_nodes)}" if turn.reserved_nodes else ""
+    kept = f", places kept on {', '.join(turn.kept_nodes)}" if turn.kept_nodes else ""
     return f"to {turn.scheduler or 'the default scheduler'} for {turn.expires - turn.given:g} s{kept}"
 
 

@@ -387,7 +387,7 @@ def difference_of(recorded: Plan | str, found: Plan | str | None) -> tuple[str, 
     for number, (one, other) in enumerate(zip_longest(recorded.changes, found.changes), 1):
         if one != other:
             return f"change {number} of the plan", text_of(one), text_of(other)
-    for name in ("findings", "line", "reservations", "curves"):
+    for name in ("findings", "line", "kept_places", "curves"):
         if getattr(recorded, name) != getattr(found, name):
             return f"{name} of the plan", text_of(getattr(recorded, name)), text_of(getattr(found, name))
     raise AssertionError("equal plans")

@@ -22,7 +22,7 @@ from msgspec import Struct
 from msgspec.structs import replace as replace_of
 
 from ganger_master.core.answers import ChangeAnswer
-from ganger_master.core.commands import LINE_LIMIT, Promise
+from ganger_master.core.commands import LINE_LIMIT, KeepPlace
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import CoresCurve, PlanChange, StartChange, TrialFinding, claims_in
@@ -195,21 +195,21 @@ class Plan:
     """What the loop proposes.
 
     line: numbers of the pending jobs, first job first; None: the last one stands.
-    reservations: places to be kept for pending jobs; None: the last ones stand.
+    kept_places: places to be kept for pending jobs; None: the last ones stand.
     curves: of jobs that were measured anew.
     """
 
     changes: tuple[PlanChange, ...] = ()
     findings: tuple[TrialFinding, ...] = ()
     line: tuple[int, ...] | None = None
-    reservations: tuple[Promise, ...] | None = None
+    kept_places: tuple[KeepPlace, ...] | None = None
     curves: tuple[CoresCurve, ...] = ()
 
     @property
     def is_empty(self) -> bool:
         """Return whether there is nothing to propose."""
         reports = self.findings or self.curves
-        return not self.changes and not reports and self.line is None and self.reservations is None
+        return not self.changes and not reports and self.line is None and self.kept_places is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +292,7 @@ class PlanContext:
     terms: the shapes and holdings to plan with.
     resizing: resizes under way, whose next worlds hold devices, too.
     draft, findings: the plan so far, and findings of earlier trials.
-    reservations: places to be kept for pending jobs; None: no stage keeps any.
+    kept_places: places to be kept for pending jobs; None: no stage keeps any.
     kept_on: nodes with places that are kept for pending jobs: what running jobs give back there is for these first.
     migrating: numbers of jobs of migration plans under way.
     is_giving: running jobs are about to return devices to pending ones.
@@ -317,7 +317,7 @@ class PlanContext:
     resizing: Resizing = NOTHING_UNDER_WAY
     draft: PlanDraft = NOTHING_TO_DO
     findings: list[TrialFinding] = field(default_factory=list)
-    reservations: tuple[Promise, ...] | None = None
+    kept_places: tuple[KeepPlace, ...] | None = None
     kept_on: frozenset[str] = frozenset()
     migrating: frozenset[int] = frozenset()
     is_giving: bool = False
@@ -410,7 +410,7 @@ def parts_of(plan: Plan, most: int = _CHANGES_MOST, most_claims: int = _CLAIMS_M
     """Yield the parts of a plan in the order in which they are proposed; none of an empty plan.
 
     A part has at most `most` changes with `most_claims` claims. A group, whose changes follow each other, is never
-    split; a group larger than that is a part by itself. Findings, curves and reservations are in the first part, the
+    split; a group larger than that is a part by itself. Findings, curves and kept_places are in the first part, the
     line of pending jobs in the last one.
     """
     parts = list(_split(plan.changes, most, most_claims)) or ([] if plan.is_empty else [()])
@@ -420,7 +420,7 @@ def parts_of(plan: Plan, most: int = _CHANGES_MOST, most_claims: int = _CLAIMS_M
             changes,
             plan.findings if is_first else (),
             plan.line if is_last else None,
-            plan.reservations if is_first else None,
+            plan.kept_places if is_first else None,
             plan.curves if is_first else (),
         )
 

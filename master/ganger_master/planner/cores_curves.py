@@ -13,7 +13,7 @@ from ganger.cluster.resources import Claim
 from ganger.text import counted, format_cores, format_duration, format_memory
 from msgspec import structs
 
-from ganger_master.core.commands import PROMISES_LIMIT
+from ganger_master.core.commands import KEPT_PLACES_LIMIT
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import WHOLE_SHARE, JobRecord
 from ganger_master.core.plan_changes import CURVE_POINTS, CoresCurve, CurvePoint
@@ -88,7 +88,7 @@ class CurveNews:
 
     def taken(self, cores_of: Callable[[int], ProfiledResources | None]) -> tuple[CoresCurve, ...]:
         """Return the curves to report now, as many as fit into a plan, once. `cores_of`: of a live job by number."""
-        numbers = list(self._numbers)[:PROMISES_LIMIT]
+        numbers = list(self._numbers)[:KEPT_PLACES_LIMIT]
         for number in numbers:
             del self._numbers[number]
         known = [(number, cores) for number in numbers if (cores := cores_of(number)) is not None]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, assert_never
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.view import View
 
-from ganger_master.core.commands import Promise
+from ganger_master.core.commands import KeepPlace
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.plan_changes import StartChange
 from ganger_master.planner.context import (
@@ -82,12 +82,12 @@ class PlannerLoop:
         self._cluster: ClusterChange | None = None
         self._room: CapacityIndex | None = None
         self._is_news = False
-        # The ranking last reported, and when; the reservations last proposed.
+        # The ranking last reported, and when; the kept_places last proposed.
         self._ranking: tuple[int, ...] | None = None
         self._ranking_reported_s = -math.inf
         # The master has none of the curves by cores: it, or this loop, has just begun.
         self._lacks_curves = True
-        self._reserved: tuple[Promise, ...] | None = None
+        self._kept_places: tuple[KeepPlace, ...] | None = None
         # The plan without a verdict, with its context.
         self._open: tuple[Plan, PlanContext] | None = None
 
@@ -245,17 +245,17 @@ class PlannerLoop:
             self._ranking, self._ranking_reported_s = ranking, now
         if ranking != self._ranking:
             context.come_back(self._ranking_reported_s + _RANKING_S)
-        reserved = context.reservations
-        keeps = reserved is not None and reserved != self._reserved
+        kept_places = context.kept_places
+        keeps = kept_places is not None and kept_places != self._kept_places
         if keeps:
-            self._reserved = reserved
+            self._kept_places = kept_places
         curves = () if self._rates is None else self._rates.curve_news(self._lacks_curves)
         self._lacks_curves = False
         return Plan(
             draft.changes,
             tuple(context.findings),
             ranking if reports_ranking else None,
-            reserved if keeps else None,
+            kept_places if keeps else None,
             curves,
         )
 

@@ -136,13 +136,13 @@ class MigrationStage(PlanStage):
             planned = plan_moves(lambda _: present, beside, self.moving, makes_room=False)
             context.draft = NOTHING_TO_DO
         else:
-            context.reservations = self.moving.promises
+            context.kept_places = self.moving.kept_places
             return
         found, self.moving, findings, again_s = planned
         context.add(found)
         context.findings.extend(findings)
         context.come_back(again_s)
-        context.reservations = self.moving.promises
+        context.kept_places = self.moving.kept_places
         context.migrating = frozenset().union(*[plan.numbers for plan in self.moving.plans])
 
     def is_idle(self, context: PlanContext) -> bool:

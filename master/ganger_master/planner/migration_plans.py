@@ -19,7 +19,7 @@ from ganger.cluster.view import View
 from ganger.job_state import JobState
 
 from ganger_master.core.colocation import has_arenas
-from ganger_master.core.commands import Promise
+from ganger_master.core.commands import KeepPlace
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.gang_orders import same_place
 from ganger_master.core.job_model import JobRecord, SuspendLevel
@@ -298,9 +298,9 @@ class MigrationMemory:
     found_until_s: float = math.inf
 
     @property
-    def promises(self) -> tuple[Promise, ...]:
-        """Return the places that the master is to reserve for pending jobs."""
-        return tuple([Promise(one.waiting, one.place) for one in self.plans if one.waiting])
+    def kept_places(self) -> tuple[KeepPlace, ...]:
+        """Return the places that the master is to keep for pending jobs."""
+        return tuple([KeepPlace(one.waiting, one.place) for one in self.plans if one.waiting])
 
 
 class MigrationContext:
@@ -322,7 +322,7 @@ class MigrationContext:
 
     @property
     def free(self) -> int:
-        """The number of devices on available nodes that are neither held nor reserved."""
+        """The number of devices on available nodes that are neither held nor kept."""
         return self.room.free_devices
 
     @cached_property

@@ -44,8 +44,8 @@ from ganger_master.rpc.planner_messages import (
     change_to_wire,
     curve_to_wire,
     finding_to_wire,
+    kept_place_to_wire,
     live_job_from_wire,
-    promise_to_wire,
     teams_from_wire,
     use_from_wire,
 )
@@ -290,9 +290,9 @@ class Planner:
             findings=map(finding_to_wire, part.findings),
             cores_curves=map(curve_to_wire, part.curves),
         )
-        if part.reservations is not None:
-            message.reservations.SetInParent()
-            message.reservations.reservations.extend(map(promise_to_wire, part.reservations))
+        if part.kept_places is not None:
+            message.kept_places.SetInParent()
+            message.kept_places.kept_places.extend(map(kept_place_to_wire, part.kept_places))
         if part.line is not None:
             message.line.policy = policy.name
             message.line.jobs.extend(map(names.job_name, part.line))

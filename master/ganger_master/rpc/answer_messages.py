@@ -387,7 +387,7 @@ class VisibleState:
             last_seen_time=None if seen is None else times.timestamp(seen),
             device_faults=dict(node.device_faults),
             faults=dict(node.faults),
-            booking=node.booking,
+            reservation=node.reservation,
             quarantined=[f"{stray.uid} epoch {stray.epoch}" for stray in node.strays if stray.quarantined],
             rack=node.rack,
             fabric=node.fabric,

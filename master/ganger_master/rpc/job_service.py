@@ -258,7 +258,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
             assumption=found.assumption,
             deadline_advice=await self._deadline_advice(number),
             migration_steps=[on_the_way_to_wire(one) for one in making_room_for(self._writer.state, number)],
-            reserved_nodes=[names.node_name(node) for node in kept_for(self._writer.state, number)],
+            kept_nodes=[names.node_name(node) for node in kept_for(self._writer.state, number)],
             cores_reason=explain_cores(self._writer.state, number),
             cores_curve=None if curve is None else curve_to_wire(curve),
             memory_reason=explain_memory(self._writer.state, number),

@@ -38,10 +38,10 @@ from ganger_master.rpc.answer_messages import (
     page_token,
     place_of,
 )
-from ganger_master.rpc.booking_messages import booking_from_wire, booking_to_wire
 from ganger_master.rpc.job_messages import level_to_wire
 from ganger_master.rpc.partition_messages import partitions_to_wire
 from ganger_master.rpc.planner_messages import REASON_MOST
+from ganger_master.rpc.reservation_messages import reservation_from_wire, reservation_to_wire
 from ganger_master.runtime.writer import Writer
 
 
@@ -209,30 +209,34 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
         committed = self._writer.committed
         return partitions_to_wire(self._writer.state, committed.jobs.values(), committed.gangs)
 
-    async def CreateBooking(self, request: node_pb2.CreateBookingRequest, context: Any) -> node_pb2.Booking:
+    async def CreateReservation(self, request: node_pb2.CreateReservationRequest, context: Any) -> node_pb2.Reservation:
         # Ranges may stand for many names.
-        booking = await asyncio.to_thread(booking_from_wire, request.booking)
-        command = commands.BookNodes(booking, self._callers.of(context).name)
+        reservation = await asyncio.to_thread(reservation_from_wire, request.reservation)
+        command = commands.ReserveNodes(reservation, self._callers.of(context).name)
         expect(await self._writer.submit(command), Done)
-        return booking_to_wire(replace(booking, user=command.user), self._writer.now())
+        return reservation_to_wire(replace(reservation, user=command.user), self._writer.now())
 
-    async def ListBookings(self, request: node_pb2.ListBookingsRequest, context: Any) -> node_pb2.ListBookingsResponse:
-        now, known = self._writer.now(), self._writer.committed.bookings
+    async def ListReservations(
+        self, request: node_pb2.ListReservationsRequest, context: Any
+    ) -> node_pb2.ListReservationsResponse:
+        now, known = self._writer.now(), self._writer.committed.reservations
         after = place_of(request.page_token, str, "")
-        found, room = node_pb2.ListBookingsResponse(), PageRoom(min(request.page_size, PAGE_MOST) or sys.maxsize)
+        found, room = node_pb2.ListReservationsResponse(), PageRoom(min(request.page_size, PAGE_MOST) or sys.maxsize)
         for name in sorted(name for name in known if name > after):
-            message = booking_to_wire(known[name], now)
+            message = reservation_to_wire(known[name], now)
             if not room.take(message):
-                found.next_page_token = page_token(found.bookings[-1].name)
+                found.next_page_token = page_token(found.reservations[-1].name)
                 break
-            found.bookings.append(message)
+            found.reservations.append(message)
         return found
 
-    async def DeleteBooking(
-        self, request: node_pb2.DeleteBookingRequest, context: Any
-    ) -> node_pb2.DeleteBookingResponse:
-        expect(await self._writer.submit(commands.UnbookNodes(request.name, self._callers.of(context).name)), Done)
-        return node_pb2.DeleteBookingResponse()
+    async def DeleteReservation(
+        self, request: node_pb2.DeleteReservationRequest, context: Any
+    ) -> node_pb2.DeleteReservationResponse:
+        expect(
+            await self._writer.submit(commands.DeleteReservation(request.name, self._callers.of(context).name)), Done
+        )
+        return node_pb2.DeleteReservationResponse()
 
     async def GetCluster(self, request: node_pb2.GetClusterRequest, context: Any) -> node_pb2.Cluster:
         committed, state = self._writer.committed, self._writer.state

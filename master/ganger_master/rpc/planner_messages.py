@@ -242,23 +242,23 @@ def plan_from_wire(message: scheduling_pb2.Plan) -> commands.ProposePlan:
             raise errors.PlanInvalid(many)
         numbers = tuple([names.parse_job_name(job) for job in message.line.jobs])
         line = commands.Line(numbers, message.line.policy[:_POLICY_MOST])
-    kept = message.reservations.reservations
-    if max(len(kept), len(message.findings), len(message.cores_curves)) > commands.PROMISES_LIMIT:
-        most = f"{commands.PROMISES_LIMIT} places, and reports as many findings and curves"
+    kept = message.kept_places.kept_places
+    if max(len(kept), len(message.findings), len(message.cores_curves)) > commands.KEPT_PLACES_LIMIT:
+        most = f"{commands.KEPT_PLACES_LIMIT} places, and reports as many findings and curves"
         raise errors.PlanInvalid(f"a plan keeps at most {most}")
     claims = max(sum([_claims_in(change) for change in message.changes]), sum([len(one.claims) for one in kept]))
     if claims > commands.CLAIMS_LIMIT:
         raise errors.PlanInvalid(f"a plan has at most {commands.CLAIMS_LIMIT} claims, this one {claims}")
-    promises = None
-    if message.HasField("reservations"):
-        promises = tuple(
-            [commands.Promise(names.parse_job_name(one.job), convert.claims_from_wire(one.claims)) for one in kept]
+    kept_places = None
+    if message.HasField("kept_places"):
+        kept_places = tuple(
+            [commands.KeepPlace(names.parse_job_name(one.job), convert.claims_from_wire(one.claims)) for one in kept]
         )
     return commands.ProposePlan(
         tuple([_change_from_wire(change) for change in message.changes]),
         message.reason[:REASON_MOST],
         line=line,
-        promises=promises,
+        kept_places=kept_places,
         findings=tuple([_finding_from_wire(one) for one in message.findings]),
         curves=tuple([_curve_from_wire(one) for one in message.cores_curves]),
     )
@@ -313,8 +313,8 @@ def on_the_way_to_wire(one: RoomInProgress) -> job_service_pb2.MigrationStep:
     return message
 
 
-def promise_to_wire(promise: commands.Promise) -> scheduling_pb2.Reservation:
-    return scheduling_pb2.Reservation(job=names.job_name(promise.number), claims=convert.claims_to_wire(promise.claims))
+def kept_place_to_wire(place: commands.KeepPlace) -> scheduling_pb2.KeptPlace:
+    return scheduling_pb2.KeptPlace(job=names.job_name(place.number), claims=convert.claims_to_wire(place.claims))
 
 
 def finding_to_wire(finding: TrialFinding) -> scheduling_pb2.Finding:

@@ -285,7 +285,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
     def _check_plan(self, caller: CallerIdentity, plan: commands.ProposePlan) -> None:
         """Raise PlanInvalid, JobNotFound or JobNotYours for a user's plan that changes others' jobs, or goes where a
         user's scheduler may not: onto devices of others, and past the policy's planner."""
-        if plan.line is not None or plan.promises is not None or plan.findings or plan.curves:
+        if plan.line is not None or plan.kept_places is not None or plan.findings or plan.curves:
             least = "it has no line, no places kept, no findings and no curves"
             raise errors.PlanInvalid(f"a user's plan changes own jobs: {least}")
         check_jobs(caller, self._shown, (change.number for change in plan.changes))
@@ -364,7 +364,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
             spec=job_messages.spec_to_wire(replace(job.spec_in_force, roles=job.shape.roles), with_environment=False),
             waited=times.duration(max(0.0, now - (job.pending_since or now))),
             parked=[] if parked is None else convert.claims_to_wire(parked.parked_claims),
-            reserved_nodes=[names.node_name(node) for node in lease.reserved_nodes],
+            kept_nodes=[names.node_name(node) for node in lease.kept_nodes],
             suggested=convert.claims_to_wire(lease.suggested),
             view_version=self._writer.committed.view_version,
             arena_bytes_per_device=job.arena_bytes_per_device,

@@ -31,7 +31,7 @@ from ganger_master.core.desired_projection import DesiredSet
 from ganger_master.core.events import Effects, HistoryRow, StoredChanges
 from ganger_master.core.gang_model import Gang, TimesliceGroup
 from ganger_master.core.job_model import JobMetric, JobRecord
-from ganger_master.core.node_model import Booking, Counters, Element, Node
+from ganger_master.core.node_model import Counters, Element, Node, Reservation
 from ganger_master.core.queue import GrantedLease
 from ganger_master.core.state import State
 from ganger_master.core.usage_model import UserUsage
@@ -117,7 +117,7 @@ class CommittedState:
         self.sets: dict[int, TimesliceGroup] = {}
         self.configuration_sets: dict[str, ConfigurationSet] = {}
         self.usage: dict[str, UserUsage] = {}
-        self.bookings: dict[str, Booking] = {}
+        self.reservations: dict[str, Reservation] = {}
         self.counters = Counters()
         self.desired: dict[str, DesiredSet] = {}
         # In the order of their versions, so that what is newer than a version is the end of it.
@@ -143,7 +143,7 @@ class CommittedState:
             (self.gangs, state.gangs),
             (self.sets, state.gangs.sets),
             (self.usage, state.usage),
-            (self.bookings, state.bookings),
+            (self.reservations, state.reservations),
             (self.desired, {name: state.desired.of(name) for name in nodes}),
             (self.rows, {}),
         )
@@ -258,8 +258,8 @@ class CommittedState:
                 return self.configuration_sets, key
             case "user_usage":
                 return self.usage, key
-            case "booking":
-                return self.bookings, key
+            case "reservation":
+                return self.reservations, key
             case _:
                 # No reader needs the ids of requests.
                 return {}, key

@@ -365,7 +365,7 @@ class ModelledSchedulers:
             lease_s=lease.expires - now,
             rank=lease.rank,
             waited_s=now - job.pending_since,
-            reserved_nodes=lease.reserved_nodes,
+            kept_nodes=lease.kept_nodes,
             suggested=lease.suggested,
         )
         proposal: Proposal | None = scheduler.propose(turn, state.view)

@@ -244,7 +244,7 @@ class _Experiment:
         flags = self.flags
         named = {
             name: flags[name]
-            for name in ("plan_every_s", "reserve_after_s", "quantum_s", "profile_s", "moves_per_hour")
+            for name in ("plan_every_s", "keep_place_after_s", "quantum_s", "profile_s", "moves_per_hour")
             if flags[name] not in (None, "auto")
         }
         return ReplayOptions(
@@ -406,8 +406,8 @@ def _check_flags(flags: Mapping[str, Any], policies: Sequence[str]) -> None:
             raise click.UsageError("--profile is the time that profiles take: give --rates profiles too")
         if not any(policy.tunes_by_profiles for policy in asked):
             raise click.UsageError("--profile: none of these policies uses profiles: add +synergy-tune to one")
-    if "reserve_after_s" in given and all(policy.is_planned for policy in asked):
-        raise click.UsageError("--reserve-after is for policies without a planner: name one, such as fifo-backfill")
+    if "keep_place_after_s" in given and all(policy.is_planned for policy in asked):
+        raise click.UsageError("--keep-place-after is for policies without a planner: name one, such as fifo-backfill")
     if "quantum_s" in given and not any(policy.has(ShareByTimeSlices, SliceNewcomers) for policy in asked):
         raise click.UsageError("--quantum is for policies with time slices: name one, such as ganger or gandiva")
 

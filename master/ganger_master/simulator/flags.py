@@ -189,7 +189,7 @@ _SHARED: tuple[tuple[str, Any, str | None, str, dict[str, Any]], ...] = (
     ),
     ("--plan-every plan_every_s", _TIME, "TIME", "Least time between two plans that stop jobs; 0: none.", {}),
     (
-        "--reserve-after reserve_after_s",
+        "--keep-place-after keep_place_after_s",
         _TIME,
         "TIME",
         "For policies without a planner: wait after which room is kept for a gang; default: 2m.",

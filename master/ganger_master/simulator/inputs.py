@@ -246,7 +246,7 @@ class ReplayOptions:
     `round_s`: plan only at multiples of this; gangs that end within a round release their devices at its end. A job
     that the plan of a round preempts takes `costs.suspend_s` to release its devices; its successor starts then.
     `plan_every_s`: minimum time between two plans that preempt, unless `ideal`.
-    `reserve_after_s`: where no planner ranks, the wait of a gang after which room is kept for it.
+    `keep_place_after_s`: where no planner ranks, the wait of a gang after which room is kept for it.
     `quantum_s`: seconds of a time slice, where switches take no more than a fiftieth of it.
     `rates`: "recorded": every job runs at its recorded rate everywhere. "profiles": the rate follows from the model
     and the cores, memory, locality and GPU type of the gang (`TrueRates`); jobs without a model draw a published one.
@@ -265,7 +265,7 @@ class ReplayOptions:
     costs: SwitchCosts = SwitchCosts()
     seed: int = 0
     plan_every_s: float = 300.0
-    reserve_after_s: float = 120.0
+    keep_place_after_s: float = 120.0
     quantum_s: float = QUANTUM_S
     rates: Literal["recorded", "profiles"] = "recorded"
     profile_s: float = 480.0

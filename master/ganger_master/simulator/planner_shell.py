@@ -203,7 +203,7 @@ class Planning:
         answers: list[ChangeAnswer] = []
         for part in parts_of(plan):
             answer = self._replay.send(
-                commands.ProposePlan(part.changes, promises=part.reservations, findings=part.findings)
+                commands.ProposePlan(part.changes, kept_places=part.kept_places, findings=part.findings)
             )
             assert isinstance(answer, PlanAnswer)
             answers.extend(answer.verdicts)

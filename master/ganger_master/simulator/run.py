@@ -110,7 +110,7 @@ def _core_settings(policy: str, options: ReplayOptions, jobs: int) -> CoreSettin
         lost_after_s=None,
         silent_margin_s=None,
         policy=policy,
-        reserve_after_s=options.reserve_after_s,
+        keep_place_after_s=options.keep_place_after_s,
         checkpoint_interval_s=-1.0,
         jobs_waiting_limit=jobs + 1,
         # Modelled schedulers do not relax with time: only a change of the cluster lets a refused job retry.

@@ -40,7 +40,7 @@ from ganger_master.core.events import ELEMENT_TYPES, HistoryRow
 from ganger_master.core.gang_model import Gang, TimesliceGroup
 from ganger_master.core.job_model import JobRecord, JobSpec, Request
 from ganger_master.core.leader_lease import LeaderLease, LeaseCandidate
-from ganger_master.core.node_model import Booking, Counters, Element, Node
+from ganger_master.core.node_model import Counters, Element, Node, Reservation
 from ganger_master.core.usage_model import UserUsage
 
 Cell = int | float | str | None
@@ -208,7 +208,7 @@ _STATE_TABLES: Final = (
     # GPU-seconds of users.
     _state_table("user_usages"),
     # Nodes that are kept for users or for maintenance.
-    _state_table("bookings"),
+    _state_table("reservations"),
 )
 
 events = Table(
@@ -332,7 +332,7 @@ def _order(element: Element) -> tuple[int, int, str]:
             return 5, element.number, ""
         case UserUsage():
             return 6, 0, element.user
-        case Booking():
+        case Reservation():
             return 7, 0, element.name
 
 

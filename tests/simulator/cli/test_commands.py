@@ -474,7 +474,7 @@ def test_compare_refuses_what_cannot_be(said: Said, trace: Path, arguments: list
         (["-p", "las", "--quantum", "1m"], "--quantum is for policies with time slices"),
         (["-p", "gandiva", "--quantum", "0"], "--quantum"),
         (["-p", "gandiva", "--quantum", "1m", "--round", "5m"], "--round and --quantum exclude each other"),
-        (["-p", "ganger", "--reserve-after", "1m"], "--reserve-after is for policies without a planner"),
+        (["-p", "ganger", "--keep-place-after", "1m"], "--keep-place-after is for policies without a planner"),
     ],
 )
 def test_paces_that_no_policy_reads_are_refused(said: Said, trace: Path, arguments: list[str], words: str) -> None:
@@ -490,7 +490,7 @@ def test_room_is_kept_for_a_gang_after_the_time_that_is_given(said: Said, tmp_pa
     path.write_text("\n".join(["job_id,submit_time_s,gpus,duration_s", *rows, "99,21,4,10"]))
     ends = []
     for after in ("10s", "60s"):
-        flags = ["-p", "fifo-backfill", "--reserve-after", after, "--csv", tmp_path / after]
+        flags = ["-p", "fifo-backfill", "--keep-place-after", after, "--csv", tmp_path / after]
         assert said("simulate", path, "--nodes", "1", "--gpus-per-node", "4", *flags)[0] == 0
         with (tmp_path / after / "jobs.csv").open() as file:
             ends.append(next(float(row["end_s"]) for row in csv.DictReader(file) if row["job_id"] == "99"))

@@ -64,7 +64,7 @@ def test_jobs_preempted_for_a_gang_do_not_start_in_its_place() -> None:
 
 @pytest.mark.parametrize("seed", [0, 5])
 @pytest.mark.parametrize("policy", [pytest.param("ftf", marks=pytest.mark.chaos), "tiresias-gittins", "ganger"])
-def test_a_job_that_waits_too_long_has_a_reservation_beside_preempted_jobs(policy: str, seed: int) -> None:
+def test_a_job_that_waits_too_long_has_a_kept_place_beside_preempted_jobs(policy: str, seed: int) -> None:
     """In one pass: holdings have been released and claimed again when the places are computed."""
     dice = np.random.default_rng(seed)
     arrivals = np.sort(dice.integers(0, 2_000_000, 24))

@@ -1,4 +1,4 @@
-"""Bookings: what a node is booked for at a time, which jobs may start before, and how nodes are emptied and return."""
+"""Reservations: what a node is reserved for, which jobs may start before, and how nodes are emptied and return."""
 
 from __future__ import annotations
 
@@ -15,22 +15,30 @@ from ganger.protocol.gang_orders import Mechanism
 from ganger_master.core import machine
 from ganger_master.core.answers import Done, Refused, Rejected
 from ganger_master.core.approval import find_place, has_place
-from ganger_master.core.bookings import BookingPhase, NodeHold, can_leave, hold_of, phase_of
-from ganger_master.core.commands import BookNodes, Promise, ProposePlan, Tick, UnbookNodes, UncordonNode, UpdateJob
+from ganger_master.core.commands import (
+    DeleteReservation,
+    KeepPlace,
+    ProposePlan,
+    ReserveNodes,
+    Tick,
+    UncordonNode,
+    UpdateJob,
+)
 from ganger_master.core.explain import explain
 from ganger_master.core.gang_model import GangPhase, ObservedPhase
 from ganger_master.core.job_model import Agent, Capabilities, JobRecord, JobSpec, SuspendLevel, Update
 from ganger_master.core.machine import next_wake
 from ganger_master.core.node_health import service_reason
-from ganger_master.core.node_model import Booking, NodeState
+from ganger_master.core.node_model import NodeState, Reservation
 from ganger_master.core.plan_changes import Goal, Purpose, SuspendChange
+from ganger_master.core.reservations import NodeHold, ReservationPhase, can_leave, hold_of, phase_of
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_image import restored
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-UPGRADE = Booking("upgrade", ("n1",), 1_000.0, 2_000.0, lead_s=100.0)
+UPGRADE = Reservation("upgrade", ("n1",), 1_000.0, 2_000.0, lead_s=100.0)
 COURSE = replace(UPGRADE, name="course", users=("ann", "bob"))
 OPAQUE = Agent.NONE
 NEVER_SILENT = CoreSettings(lost_after_s=None, silent_margin_s=None)
@@ -41,9 +49,9 @@ def at(drive: Drive, now: float) -> None:
     drive.step(Tick())
 
 
-def booked(booking: Booking, nodes: int = 2) -> Drive:
+def reserved(reservation: Reservation, nodes: int = 2) -> Drive:
     drive = Drive(nodes, NEVER_SILENT)
-    assert isinstance(drive.step(BookNodes(booking, "olga")), Done)
+    assert isinstance(drive.step(ReserveNodes(reservation, "olga")), Done)
     return drive
 
 
@@ -53,16 +61,16 @@ def booked(booking: Booking, nodes: int = 2) -> Drive:
 @pytest.mark.parametrize(
     ("now", "expected", "maintenance", "course"),
     [
-        (899.9, BookingPhase.AHEAD, NodeHold(), NodeHold()),
-        (900.0, BookingPhase.EMPTYING, NodeHold("upgrade"), NodeHold("course")),
-        (999.9, BookingPhase.EMPTYING, NodeHold("upgrade"), NodeHold("course")),
-        (1_000.0, BookingPhase.ACTIVE, NodeHold("upgrade"), NodeHold("course", ("ann", "bob"))),
-        (1_999.9, BookingPhase.ACTIVE, NodeHold("upgrade"), NodeHold("course", ("ann", "bob"))),
-        (2_000.0, BookingPhase.OVER, NodeHold(), NodeHold()),
+        (899.9, ReservationPhase.AHEAD, NodeHold(), NodeHold()),
+        (900.0, ReservationPhase.EMPTYING, NodeHold("upgrade"), NodeHold("course")),
+        (999.9, ReservationPhase.EMPTYING, NodeHold("upgrade"), NodeHold("course")),
+        (1_000.0, ReservationPhase.ACTIVE, NodeHold("upgrade"), NodeHold("course", ("ann", "bob"))),
+        (1_999.9, ReservationPhase.ACTIVE, NodeHold("upgrade"), NodeHold("course", ("ann", "bob"))),
+        (2_000.0, ReservationPhase.OVER, NodeHold(), NodeHold()),
     ],
 )
-def test_a_node_is_emptied_before_a_booking_and_kept_while_it_lasts(
-    now: float, expected: BookingPhase, maintenance: NodeHold, course: NodeHold
+def test_a_node_is_emptied_before_a_reservation_and_kept_while_it_lasts(
+    now: float, expected: ReservationPhase, maintenance: NodeHold, course: NodeHold
 ) -> None:
     assert phase_of(UPGRADE, now) is expected
     assert hold_of([UPGRADE], "n1", now) == maintenance
@@ -73,40 +81,40 @@ def test_a_node_is_emptied_before_a_booking_and_kept_while_it_lasts(
 @pytest.mark.parametrize(
     ("changes", "reason", "told"),
     [
-        ({"name": ""}, "BOOKING_INVALID", "name: letters"),
-        ({"nodes": ()}, "BOOKING_INVALID", "nodes: at least one"),
-        ({"end": 1_000.0}, "BOOKING_INVALID", "end_time: after the start"),
-        ({"end": math.nan}, "BOOKING_INVALID", "end_time: after the start"),
-        ({"start": -1.0}, "BOOKING_INVALID", "start_time: a time up to"),
-        ({"start": 253_402_300_000.0, "end": 253_402_300_800.0}, "BOOKING_INVALID", "end_time: a time up to"),
-        ({"start": 0.1, "end": 0.2}, "BOOKING_INVALID", "end_time: has passed"),
-        ({"lead_s": -1.0}, "BOOKING_INVALID", "lead: from 0"),
-        ({"users": ("",)}, "BOOKING_INVALID", "users: at most"),
+        ({"name": ""}, "RESERVATION_INVALID", "name: letters"),
+        ({"nodes": ()}, "RESERVATION_INVALID", "nodes: at least one"),
+        ({"end": 1_000.0}, "RESERVATION_INVALID", "end_time: after the start"),
+        ({"end": math.nan}, "RESERVATION_INVALID", "end_time: after the start"),
+        ({"start": -1.0}, "RESERVATION_INVALID", "start_time: a time up to"),
+        ({"start": 253_402_300_000.0, "end": 253_402_300_800.0}, "RESERVATION_INVALID", "end_time: a time up to"),
+        ({"start": 0.1, "end": 0.2}, "RESERVATION_INVALID", "end_time: has passed"),
+        ({"lead_s": -1.0}, "RESERVATION_INVALID", "lead: from 0"),
+        ({"users": ("",)}, "RESERVATION_INVALID", "users: at most"),
         ({"name": "b", "nodes": ("n9",)}, "NODE_NOT_FOUND", "nodes/n9 is unknown"),
-        ({"reason": "other"}, "BOOKING_EXISTS", "there is a reservation 'upgrade' already"),
-        ({"name": "b"}, "BOOKING_CONFLICT", "nodes/n1 is reserved by 'upgrade' at that time"),
-        ({"name": "b", "start": 2_050.0, "end": 2_100.0}, "BOOKING_CONFLICT", "nodes/n1 is reserved"),
+        ({"reason": "other"}, "RESERVATION_EXISTS", "there is a reservation 'upgrade' already"),
+        ({"name": "b"}, "RESERVATION_CONFLICT", "nodes/n1 is reserved by 'upgrade' at that time"),
+        ({"name": "b", "start": 2_050.0, "end": 2_100.0}, "RESERVATION_CONFLICT", "nodes/n1 is reserved"),
         ({"name": "b", "start": 2_100.0, "end": 2_200.0}, None, ""),
         ({"name": "b", "nodes": ("n2",)}, None, ""),
         ({}, None, ""),
     ],
 )
-def test_a_booking_that_cannot_be_is_refused_with_the_reason(
+def test_a_reservation_that_cannot_be_is_refused_with_the_reason(
     changes: dict[str, Any], reason: str | None, told: str
 ) -> None:
-    answer = booked(UPGRADE).step(BookNodes(replace(UPGRADE, **changes), "olga"))
+    answer = reserved(UPGRADE).step(ReserveNodes(replace(UPGRADE, **changes), "olga"))
     assert (answer.reason if isinstance(answer, Refused) else None) == reason
     assert not isinstance(answer, Refused) or told in answer.message
 
 
-def test_an_unknown_booking_cannot_be_deleted() -> None:
-    answer = booked(UPGRADE).step(UnbookNodes("b", "olga"))
+def test_an_unknown_reservation_cannot_be_deleted() -> None:
+    answer = reserved(UPGRADE).step(DeleteReservation("b", "olga"))
     assert isinstance(answer, Refused)
-    assert (answer.reason, "there are upgrade" in answer.message) == ("BOOKING_NOT_FOUND", True)
+    assert (answer.reason, "there are upgrade" in answer.message) == ("RESERVATION_NOT_FOUND", True)
 
 
 def test_the_core_wakes_for_each_phase_and_forgets_what_is_over() -> None:
-    drive = booked(UPGRADE)
+    drive = reserved(UPGRADE)
     for expected in (900.0, 1_000.0, 2_000.0):
         wake = next_wake(drive.state, drive.now)
         assert wake is not None
@@ -114,15 +122,15 @@ def test_the_core_wakes_for_each_phase_and_forgets_what_is_over() -> None:
         drive.state.nodes.next_silence_check = None
         assert next_wake(drive.state, drive.now) == expected
         at(drive, expected)
-    assert not drive.state.bookings
-    assert not drive.state.nodes.booked
+    assert not drive.state.reservations
+    assert not drive.state.nodes.reserved
 
 
 # -- nodes -------------------------------------------------------------------------------------------------------------
 
 
 def test_in_maintenance_a_node_takes_no_job_and_then_it_is_as_before() -> None:
-    drive = booked(UPGRADE, 1)
+    drive = reserved(UPGRADE, 1)
     at(drive, 950.0)
     node = drive.state.nodes["n1"]
     assert (node.state, service_reason(node), node.takes_gangs) == (NodeState.DRAINING, "reserved: upgrade", False)
@@ -136,8 +144,8 @@ def test_in_maintenance_a_node_takes_no_job_and_then_it_is_as_before() -> None:
     drive.start(number)
 
 
-def test_while_a_booking_of_users_lasts_a_node_takes_their_jobs_only() -> None:
-    drive = booked(COURSE, 1)
+def test_while_a_reservation_of_users_lasts_a_node_takes_their_jobs_only() -> None:
+    drive = reserved(COURSE, 1)
     at(drive, 1_000.0)
     other = drive.submit(job_of(1), "cat")
     answer = drive.request(other, *drive.places(other))
@@ -147,24 +155,28 @@ def test_while_a_booking_of_users_lasts_a_node_takes_their_jobs_only() -> None:
     drive.start(drive.submit(job_of(1), "ann"))
 
 
-def test_a_drain_and_a_booking_do_not_end_each_other() -> None:
-    drive = booked(UPGRADE, 1)
+def test_a_drain_and_a_reservation_do_not_end_each_other() -> None:
+    drive = reserved(UPGRADE, 1)
     at(drive, 1_000.0)
     drive.step(UncordonNode("n1", "olga"))
     assert not drive.state.nodes["n1"].takes_gangs
-    drive.step(UnbookNodes("upgrade", "olga"))
+    drive.step(DeleteReservation("upgrade", "olga"))
     assert drive.state.nodes["n1"].takes_gangs
 
 
-def test_a_node_that_joins_during_a_booking_is_booked_and_a_restart_keeps_all() -> None:
-    drive = booked(UPGRADE, 1)
+def test_a_node_that_joins_during_a_reservation_is_reserved_and_a_restart_keeps_all() -> None:
+    drive = reserved(UPGRADE, 1)
     at(drive, 1_500.0)
-    elements = [*drive.state.nodes.configuration_sets.values(), drive.state.counters, *drive.state.bookings.values()]
+    elements = [
+        *drive.state.nodes.configuration_sets.values(),
+        drive.state.counters,
+        *drive.state.reservations.values(),
+    ]
     state = restored(drive.state.settings, [*elements, *drive.state.nodes.values()], drive.now)
-    assert (state.bookings, state.nodes["n1"].booking) == (drive.state.bookings, "upgrade")
+    assert (state.reservations, state.nodes["n1"].reservation) == (drive.state.reservations, "upgrade")
     assert not drive.state.take_changes().removes
     drive.join("n1")
-    assert drive.state.nodes["n1"].booking == "upgrade"
+    assert drive.state.nodes["n1"].reservation == "upgrade"
 
 
 # -- jobs --------------------------------------------------------------------------------------------------------------
@@ -188,16 +200,16 @@ def opaque_job(time_s: float | None = None, **changes: Any) -> JobSpec:
         (opaque_job(), "ann", True),
     ],
 )
-def test_before_a_booking_a_job_starts_there_if_it_ends_in_time_or_can_leave(
+def test_before_a_reservation_a_job_starts_there_if_it_ends_in_time_or_can_leave(
     spec: JobSpec, user: str, starts: bool
 ) -> None:
-    drive = booked(COURSE, 1)
+    drive = reserved(COURSE, 1)
     drive.now = 100.0
     number = drive.submit(spec, user)
     answer = drive.request(number, *drive.places(number))
     assert isinstance(answer, Rejected) is not starts
     if isinstance(answer, Rejected):
-        assert answer.refusals[0].reason is Reason.BOOKED
+        assert answer.refusals[0].reason is Reason.NODE_RESERVED
         assert "give it a --time that ends before" in answer.refusals[0].message
 
 
@@ -207,10 +219,10 @@ def test_before_a_booking_a_job_starts_there_if_it_ends_in_time_or_can_leave(
     [(600.0, 0.0, False), (600.0, 2_000.0, False), (600.0, 700.0, True), (600.0, 60.0, True)],
 )
 @pytest.mark.parametrize("can_leave", [False, True])
-def test_an_update_gives_a_running_job_no_time_that_reaches_a_booking_unless_it_can_leave(
+def test_an_update_gives_a_running_job_no_time_that_reaches_a_reservation_unless_it_can_leave(
     old: float, new: float, is_accepted: bool, can_leave: bool
 ) -> None:
-    drive = booked(UPGRADE, 1)
+    drive = reserved(UPGRADE, 1)
     number = drive.submit(opaque_job(old), "cat")
     drive.start(number)
     drive.runs(number)
@@ -224,25 +236,25 @@ def test_an_update_gives_a_running_job_no_time_that_reaches_a_booking_unless_it_
 
 
 @pytest.mark.parametrize("policy", ["fifo", "las"])
-def test_why_names_a_booking_that_lies_ahead_and_makes_no_forecast(policy: str) -> None:
+def test_why_names_a_reservation_that_lies_ahead_and_makes_no_forecast(policy: str) -> None:
     drive = Drive(1, dataclasses.replace(NEVER_SILENT, policy=policy))
-    drive.step(BookNodes(COURSE, "olga"))
+    drive.step(ReserveNodes(COURSE, "olga"))
     late, early = drive.submit(opaque_job(), "cat"), drive.submit(opaque_job(60.0), "cat")
     found = explain(drive.state, late, drive.now)
-    assert (found.blockers[0].reason, found.is_ranked, found.start_before_s) == (Reason.BOOKED, False, 0.0)
-    assert Reason.BOOKED not in [one.reason for one in explain(drive.state, early, drive.now).blockers]
+    assert (found.blockers[0].reason, found.is_ranked, found.start_before_s) == (Reason.NODE_RESERVED, False, 0.0)
+    assert Reason.NODE_RESERVED not in [one.reason for one in explain(drive.state, early, drive.now).blockers]
     drive.join("n2")
     reasons = [one.reason for one in explain(drive.state, late, drive.now).blockers]
-    assert Reason.BOOKED not in reasons, "there is room on another node"
+    assert Reason.NODE_RESERVED not in reasons, "there is room on another node"
 
 
 @pytest.mark.parametrize("is_deleted", [True, False], ids=["deleted", "over"])
-def test_planners_are_sent_pending_jobs_anew_once_a_booking_is_gone(is_deleted: bool) -> None:
+def test_planners_are_sent_pending_jobs_anew_once_a_reservation_is_gone(is_deleted: bool) -> None:
     """They leave a job out of the nodes that were refused for it until it changes."""
-    drive = booked(UPGRADE, 1)
+    drive = reserved(UPGRADE, 1)
     number = drive.submit(opaque_job())
     at(drive, 500.0)
-    command, now = (UnbookNodes("upgrade", "olga"), 500.0) if is_deleted else (Tick(), 2_000.0)
+    command, now = (DeleteReservation("upgrade", "olga"), 500.0) if is_deleted else (Tick(), 2_000.0)
     assert machine.step(drive.state, command, now).effects.jobs == (number,)
 
 
@@ -261,7 +273,7 @@ def test_a_job_can_leave_that_can_be_moved_or_saved(capabilities: Capabilities, 
 
 
 def test_a_job_that_turns_out_to_be_tied_to_its_node_stays_through_the_maintenance_and_why_reports_it() -> None:
-    drive = booked(UPGRADE, 2)
+    drive = reserved(UPGRADE, 2)
     number = drive.submit(job_of(1))
     assert not drive.job(number).capabilities.known
     held = drive.state.gangs[drive.start(number)]
@@ -279,19 +291,21 @@ def test_a_job_that_turns_out_to_be_tied_to_its_node_stays_through_the_maintenan
     st.lists(st.tuples(st.integers(0, 100), st.integers(1, 50), st.integers(0, 20)), max_size=6),
     st.lists(st.floats(1.0, 200.0), min_size=1, max_size=20),
 )
-def test_at_any_time_a_node_says_what_its_bookings_say(windows: list[tuple[int, int, int]], times: list[float]) -> None:
+def test_at_any_time_a_node_says_what_its_reservations_say(
+    windows: list[tuple[int, int, int]], times: list[float]
+) -> None:
     drive = Drive(1, NEVER_SILENT)
     for place, (start, length, lead) in enumerate(windows):
         users = ("ann",) if place % 2 else ()
-        booking = Booking(f"b{place}", ("n1",), float(start), float(start + length), users, lead_s=float(lead))
-        drive.step(BookNodes(booking, "olga"))
-    kept = dict(drive.state.bookings)
+        reservation = Reservation(f"b{place}", ("n1",), float(start), float(start + length), users, lead_s=float(lead))
+        drive.step(ReserveNodes(reservation, "olga"))
+    kept = dict(drive.state.reservations)
     for now in sorted(times):
         at(drive, max(now, drive.now))
         node = drive.state.nodes["n1"]
         hold = hold_of(kept.values(), "n1", drive.now)
-        assert (node.booking, node.booked_for) == (hold.booking, hold.users)
-        assert node.takes_gangs is (not hold.booking or bool(hold.users))
+        assert (node.reservation, node.reserved_for) == (hold.reservation, hold.users)
+        assert node.takes_gangs is (not hold.reservation or bool(hold.users))
 
 
 @pytest.mark.parametrize(
@@ -304,23 +318,23 @@ def test_at_any_time_a_node_says_what_its_bookings_say(windows: list[tuple[int, 
         (2_500.0, opaque_job(), "cat", True),
     ],
 )
-def test_no_job_is_stopped_and_no_place_is_kept_for_a_job_that_a_booking_keeps_out(
+def test_no_job_is_stopped_and_no_place_is_kept_for_a_job_that_a_reservation_keeps_out(
     now: float, spec: JobSpec, user: str, may: bool
 ) -> None:
-    drive = booked(COURSE, 1)
+    drive = reserved(COURSE, 1)
     victim = drive.submit(job_of(4), "ann")
     drive.start(victim)
     drive.runs(victim)
     at(drive, now)
     number = drive.submit(spec, user)
     held = drive.state.gangs[drive.job(victim).epoch].claims
-    drive.step(ProposePlan((), promises=(Promise(number, held),)))
-    assert list(drive.state.queue.promised) == [number] * may
+    drive.step(ProposePlan((), kept_places=(KeepPlace(number, held),)))
+    assert list(drive.state.queue.kept_by_plan) == [number] * may
     purpose = Purpose(Goal.HOLE, number)
     suspend = SuspendChange(victim, drive.job(victim).revision, level=SuspendLevel.CHECKPOINT, purpose=purpose)
     answer: Any = drive.step(ProposePlan((suspend,)))
     (verdict,) = answer.verdicts
-    assert [(one.reason, one.job) for one in verdict.refusals] == [(Reason.BOOKED, f"jobs/{number}")] * (not may)
+    assert [(one.reason, one.job) for one in verdict.refusals] == [(Reason.NODE_RESERVED, f"jobs/{number}")] * (not may)
 
 
 # -- a cluster ---------------------------------------------------------------------------------------------------------
@@ -334,8 +348,8 @@ def test_a_node_is_emptied_by_moves_stays_empty_and_returns_though_the_master_di
     assert held is not None
     (here,) = held.nodes
     now = cluster.master.now()
-    booking = Booking("upgrade", (here,), now + 200.0, now + 300.0, lead_s=60.0)
-    assert isinstance(cluster.ask(BookNodes(booking, "olga")), Done)
+    reservation = Reservation("upgrade", (here,), now + 200.0, now + 300.0, lead_s=60.0)
+    assert isinstance(cluster.ask(ReserveNodes(reservation, "olga")), Done)
     cluster.run_for(100.0)
     assert gang(cluster, number).nodes == (here,), "it is not yet emptied"  # type: ignore[union-attr]
     cluster.run_for(80.0)
@@ -349,7 +363,7 @@ def test_a_node_is_emptied_by_moves_stays_empty_and_returns_though_the_master_di
     assert not cluster.state.gangs.places_on[here]
     assert not cluster.state.nodes[here].takes_gangs
     assert cluster.run_until(lambda: cluster.state.nodes[here].takes_gangs, 60.0)
-    assert not cluster.state.bookings
+    assert not cluster.state.reservations
     cluster.check()
 
 
@@ -360,7 +374,7 @@ def test_a_job_that_ends_in_time_stays_on_a_node_that_is_emptied() -> None:
     held = gang(cluster, number)
     assert held is not None
     now = cluster.master.now()
-    cluster.ask(BookNodes(Booking("upgrade", held.nodes, now + 100.0, now + 300.0, lead_s=100.0), "olga"))
+    cluster.ask(ReserveNodes(Reservation("upgrade", held.nodes, now + 100.0, now + 300.0, lead_s=100.0), "olga"))
     cluster.run_for(20.0)
     assert gang(cluster, number) is not None
     assert gang(cluster, number).epoch == held.epoch  # type: ignore[union-attr]
@@ -368,14 +382,14 @@ def test_a_job_that_ends_in_time_stays_on_a_node_that_is_emptied() -> None:
 
 
 @pytest.mark.parametrize(("user", "stays"), [("zoe", True), ("ann", False)])
-def test_jobs_of_other_users_leave_a_node_whose_booking_begins_at_once(user: str, stays: bool) -> None:
+def test_jobs_of_other_users_leave_a_node_whose_reservation_begins_at_once(user: str, stays: bool) -> None:
     cluster = FaultCluster(1, [("n1", SERVER), ("n2", SERVER)])
     cluster.run_for(5.0)
     number = started(cluster, replace(job_of(2), command=("train", "2000")), user)
     held = gang(cluster, number)
     assert held is not None
     now = cluster.master.now()
-    cluster.ask(BookNodes(Booking("course", held.nodes, now, now + 600.0, ("zoe",), lead_s=0.0), "olga"))
+    cluster.ask(ReserveNodes(Reservation("course", held.nodes, now, now + 600.0, ("zoe",), lead_s=0.0), "olga"))
     cluster.run_for(60.0)
     later = gang(cluster, number)
     assert later is not None
@@ -384,7 +398,7 @@ def test_jobs_of_other_users_leave_a_node_whose_booking_begins_at_once(user: str
     cluster.check()
 
 
-def test_a_job_leaves_a_node_for_the_only_one_that_is_not_booked_for_others() -> None:
+def test_a_job_leaves_a_node_for_the_only_one_that_is_not_reserved_for_others() -> None:
     nodes = [f"n{number}" for number in range(1, 9)]
     cluster = FaultCluster(1, [(name, SERVER) for name in nodes])
     cluster.run_for(5.0)
@@ -392,11 +406,11 @@ def test_a_job_leaves_a_node_for_the_only_one_that_is_not_booked_for_others() ->
     (here,) = gang(cluster, number).nodes  # type: ignore[union-attr]
     *others, free = [name for name in nodes if name != here]
     now = cluster.master.now()
-    cluster.ask(BookNodes(Booking("course", tuple(others), now, now + 600.0, ("zoe",), lead_s=0.0), "olga"))
+    cluster.ask(ReserveNodes(Reservation("course", tuple(others), now, now + 600.0, ("zoe",), lead_s=0.0), "olga"))
     found = find_place(cluster.state, cluster.state.jobs[number], frozenset({here}))
     assert found is not None
     assert [claim.node for claim in found[0]] == [free]
     waiting = Drive(8, NEVER_SILENT)
-    waiting.step(BookNodes(replace(COURSE, nodes=tuple(nodes[:-1]), start=10.0), "olga"))
+    waiting.step(ReserveNodes(replace(COURSE, nodes=tuple(nodes[:-1]), start=10.0), "olga"))
     at(waiting, 20.0)
     assert has_place(waiting.state, waiting.job(waiting.submit(job_of(2), "cat")), waiting.now)

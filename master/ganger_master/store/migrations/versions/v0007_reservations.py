@@ -13,12 +13,12 @@ depends_on: str | None = None
 
 def upgrade() -> None:
     op.create_table(
-        "bookings",
+        "reservations",
         sa.Column("key", sa.String(255), nullable=False),
         sa.Column("body", sa.Text(), nullable=False),
-        sa.PrimaryKeyConstraint("key", name="pk_bookings"),
+        sa.PrimaryKeyConstraint("key", name="pk_reservations"),
     )
 
 
 def downgrade() -> None:
-    op.drop_table("bookings")
+    op.drop_table("reservations")
