@@ -241,6 +241,22 @@ def _suspend_refused(times: _JobTimes, event: HistoryEvent) -> str:
     return f"could not rest at {event.figures.get('level', '?').lower()}, and loses nothing by it: {event.message}"
 
 
+def _gpus_idle(times: _JobTimes, event: HistoryEvent) -> str:
+    figures = event.figures
+    text = f"has not used its {_gpus(event)} for {_duration(float(figures.get('idle_s', '0') or 0))}, and makes no step"
+    if "parked_in_s" in figures:
+        return f"{text}: it is suspended if it does not for another {_duration(float(figures['parked_in_s'] or 0))}"
+    return f"{text}; it is not suspended for that: {event.message}" if event.message else text
+
+
+def _gpus_used(times: _JobTimes, event: HistoryEvent) -> str:
+    return f"uses its {_gpus(event)} again, after {_duration(float(event.figures.get('idle_s', '0') or 0))}"
+
+
+def _gpus(event: HistoryEvent) -> str:
+    return "GPU" if event.figures.get("gpus") == "1" else "GPUs"
+
+
 def _updated(times: _JobTimes, event: HistoryEvent) -> str:
     members = event.figures.get("members", "")
     return f"updated{_by(event)}{f', {members} of its jobs' if members else ''}: {event.message}"
@@ -342,6 +358,8 @@ def _plainly(times: _JobTimes, event: HistoryEvent) -> str:
 
 _SENTENCES: dict[str, Callable[[_JobTimes, HistoryEvent], str]] = {
     "job_submitted": _submitted,
+    "gpus_idle": _gpus_idle,
+    "gpus_used": _gpus_used,
     "gang_approved": _approved,
     "gang_running": _running,
     "gang_done": lambda *_: "",
@@ -391,10 +409,11 @@ _SENTENCES: dict[str, Callable[[_JobTimes, HistoryEvent], str]] = {
 
 
 def _by(event: HistoryEvent) -> str:
-    """Return " by CAUSE"; "" for reports of daemons, which cause nothing, and for the emptying of a node, whose cause
-    the figures name. "scheduler:" without a name is the default scheduler, written without the colon."""
+    """Return " by CAUSE"; "" for reports of daemons, which cause nothing, and where the figures name the cause: the
+    emptying of a node, GPUs that are not used. "scheduler:" without a name is the default scheduler, written without
+    the colon."""
     cause = event.cause.rstrip(":")
-    return f" by {cause}" if cause and not cause.startswith(("daemon", "epoch", "drain:")) else ""
+    return f" by {cause}" if cause and not cause.startswith(("daemon", "epoch", "drain:", "idle")) else ""
 
 
 def _for(event: HistoryEvent) -> str:
@@ -444,6 +463,7 @@ _PURPOSES: Final[dict[str, tuple[str, str]]] = {
     "UNDO": ("back to where it was faster", ""),
     "EXCHANGE": ("to exchange places with a job that gains more", "to change places with {job}, which gains more"),
     "BALANCE": ("to suffer less interference", ""),
+    "IDLE": ("because it did not use its GPUs", ""),
     "FAIRNESS": ("so that all time-sliced jobs get the same time", "so that {job} gets as much time as others"),
 }  # fmt: skip
 

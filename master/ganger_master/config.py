@@ -18,7 +18,7 @@ from ganger.text import meant, parse_memory
 from ganger.text import parse_duration as parse_finite_duration
 from ganger.wire.endpoints import EndpointError, check_address, check_listen_address, is_loopback
 
-from ganger_master.core.partitions import Partition, partitions_of, unknown_teams
+from ganger_master.core.partitions import LEAST_IDLE_S, Partition, partitions_of, unknown_teams
 from ganger_master.core.settings import DEFAULT_POLICY, quotas_of
 from ganger_master.core.teams import Team, teams_of
 from ganger_master.policies import live_policy_named
@@ -33,7 +33,7 @@ _COUNTS: Final = {
     "changes_per_user": "changes",
     "streams_per_user": "streams",
 }
-_NEVER: Final = ("lost_after_s", "quantum_s", "logs_kept_s", "checkpoints_kept_s")
+_NEVER: Final = ("lost_after_s", "quantum_s", "logs_kept_s", "checkpoints_kept_s", "idle_warning_s", "idle_park_s")
 # A job that is preempted at every plan makes no progress.
 _LEAST_PLAN_EVERY_S: Final = 1.0
 _LEAST_QUANTUM_S: Final = 0.5
@@ -78,6 +78,8 @@ class Config:
     keep_place_after_s: float = 120.0
     quantum_s: float | None = 60.0
     moves_per_hour: float | None = None
+    idle_warning_s: float | None = 1800.0
+    idle_park_s: float | None = None
     # Default interval between checkpoints to storage; zero never.
     checkpoint_interval_s: float = 1800.0
     restart_delay_s: float = 10.0
@@ -248,6 +250,13 @@ def _quantum_of(name: str, value: object) -> float | None:
     return seconds
 
 
+def _idle_time_of(name: str, value: object) -> float | None:
+    seconds = _duration_of(name, value)
+    if seconds is not None and seconds < LEAST_IDLE_S:
+        raise ValueError(f"{name.removesuffix('_s')}: {value!r} is too short, at least {LEAST_IDLE_S:g} s, or never")
+    return seconds
+
+
 def _count_of(name: str, value: object) -> int:
     if isinstance(value, bool) or not re.fullmatch(r"[0-9]{1,15}", str(value)) or not int(str(value)):
         raise ValueError(f"{name}: {value!r} is not a number of {_COUNTS[name]} of at least 1")
@@ -337,6 +346,7 @@ _PARSERS: Final[Mapping[str, Callable[[str, object], object]]] = {
     **dict.fromkeys(("scheduler_host", "planner", "restored"), _boolean_of),
     "plan_every_s": _plan_interval_of,
     "quantum_s": _quantum_of,
+    **dict.fromkeys(("idle_warning_s", "idle_park_s"), _idle_time_of),
     "leader_lease_s": _leader_lease_of,
     "moves_per_hour": _moves_of,
     "quotas": lambda name, value: quotas_of(value),

@@ -14,7 +14,7 @@ import socket
 import ssl
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Final
@@ -28,7 +28,7 @@ from ganger.wire.tls import Renewed
 from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 
-from ganger_master.core.gang_model import Gang, GangPhase, OutcomeKind
+from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, OutcomeKind
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.node_model import Node, NodeState
 from ganger_master.runtime.publication import Distribution, MasterCounters
@@ -118,7 +118,7 @@ def _of_jobs(snapshot: Snapshot) -> Iterator[Any]:
     yield _gauges("ganger_pending_jobs_refused", text, "reason", Counter(snapshot.blockers))
 
 
-def _of_gangs(gangs: Iterable[Gang]) -> Iterator[Any]:
+def _of_gangs(gangs: Collection[Gang]) -> Iterator[Any]:
     number: Counter[str] = Counter()
     devices: Counter[str] = Counter()
     for gang in gangs:
@@ -126,6 +126,9 @@ def _of_gangs(gangs: Iterable[Gang]) -> Iterator[Any]:
         number[phase] += 1
         devices[phase] += sum(claim.device_mask.bit_count() for claim in gang.held)
     phases = [phase.name.lower() for phase in GangPhase]
+    idle = sum(gang.devices for gang in gangs if gang.idle is not None and gang.intent is GangIntent.RUN)
+    text = "GPUs of running jobs that have made no step and used no GPU for idle_warning; one that several share counts"
+    yield _gauge("ganger_idle_gpus", f"{text} for each.", idle)
     yield _gauges("ganger_gangs", "Gangs that hold or keep something.", "phase", _all(number, phases))
     text = "GPUs that gangs hold; one that several share counts for each."
     yield _gauges("ganger_gang_gpus", text, "phase", _all(devices, phases))

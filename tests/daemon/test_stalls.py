@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from ganger.injob.page import PageProgress
 from ganger.injob.page_layout import PagePhase
-from ganger_daemon.gang.step_rate import Watched, processor_s
+from ganger_daemon.devices.inventory import VIRTUAL_DRIVER
+from ganger_daemon.gang.step_rate import IdleClock, IdleWatch, Watched, processor_s
+from ganger_daemon.node.node_context import NodeContext
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -139,3 +143,92 @@ def test_processor_time_is_that_of_all_processes_below() -> None:
     assert seconds > 0.02
     assert processor_s([busy.pid]) == 0.0
     assert processor_s([os.getpid()]) > 0.0
+
+
+class UsedDevices:
+    """A node with devices of this driver. `used`: what it reports on their use; `cpu_s`: of the gang's processes."""
+
+    def __init__(self, driver: str = "550") -> None:
+        self.used: bool | None = False
+        self.cpu_s = 0.0
+        self.inventory = SimpleNamespace(driver=driver)
+        self.devices = SimpleNamespace(are_used=lambda pids, mask: self.used)
+        self.cgroups = SimpleNamespace(pids=lambda group: (7,), cpu_s=lambda group: self.cpu_s)
+
+    def watch(self, mask: int = 0b1, after_s: float = 10.0) -> IdleWatch:
+        return IdleWatch(cast(NodeContext, self), "group", mask, after_s)
+
+
+def looked_at(watch: IdleWatch, first: int, last: int, **counts: Any) -> bool:
+    for now in range(first, last + 1):
+        watch.follow([counters(counts.get("step", 0))._replace(evaluated=counts.get("evaluated", 0))], float(now))
+    return watch.is_idle
+
+
+def test_a_part_is_idle_after_its_time_without_a_step_and_without_use_of_its_devices() -> None:
+    watch = UsedDevices().watch()
+    assert not looked_at(watch, 0, 9)
+    assert looked_at(watch, 10, 10)
+
+
+@pytest.mark.parametrize("counts", [{"step": 1}, {"evaluated": 1}], ids=["a step", "an evaluated mini-batch"])
+def test_progress_without_use_of_a_device_is_no_idleness(counts: dict[str, int]) -> None:
+    watch = UsedDevices().watch()
+    assert looked_at(watch, 0, 12)
+    assert not looked_at(watch, 13, 13, **counts)
+    assert not looked_at(watch, 14, 22, **counts)
+    assert looked_at(watch, 23, 23, **counts)
+
+
+@pytest.mark.parametrize("used", [True, None], ids=["in use", "not known"])
+def test_a_device_that_is_used_or_whose_use_is_not_reported_is_not_idle(used: bool | None) -> None:
+    node = UsedDevices()
+    watch = node.watch()
+    assert looked_at(watch, 0, 12)
+    node.used = used
+    assert not looked_at(watch, 13, 40)
+
+
+def test_virtual_devices_are_used_while_the_processes_use_a_processor() -> None:
+    node = UsedDevices(VIRTUAL_DRIVER)
+    watch = node.watch()
+    for now in range(60):
+        node.cpu_s += 0.5
+        assert not looked_at(watch, now, now)
+    assert looked_at(watch, 60, 71)
+    node.cpu_s += 5.0
+    assert not looked_at(watch, 72, 72)
+
+
+def test_time_in_which_a_part_may_not_run_does_not_count() -> None:
+    watch = UsedDevices().watch()
+    assert not looked_at(watch, 0, 6)
+    watch.stand()
+    assert not looked_at(watch, 100, 103)
+    assert looked_at(watch, 104, 104), "six seconds before its rest, four after it"
+    watch.begin_anew()
+    assert not watch.is_idle
+    assert not looked_at(watch, 200, 209)
+
+
+@pytest.mark.parametrize(("mask", "after_s"), [(0, 10.0), (0b1, 0.0)], ids=["no device", "not to be watched"])
+def test_what_is_not_watched_is_never_idle(mask: int, after_s: float) -> None:
+    assert not looked_at(UsedDevices().watch(mask, after_s), 0, 100)
+
+
+def test_other_times_of_the_master_hold_at_once() -> None:
+    watch = UsedDevices().watch()
+    assert not looked_at(watch, 0, 5)
+    watch.after_s = 4.0
+    assert watch.is_idle
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.floats(0.0, 5.0)), max_size=30))
+def test_the_idle_time_is_that_since_the_last_use_or_step(looks: list[tuple[bool, bool, float]]) -> None:
+    clock, now, step, since = IdleClock(), 0.0, 0, None
+    for uses, steps, passed in looks:
+        now, step = now + passed, step + steps
+        clock.add((step,), lambda uses=uses: uses, now)  # type: ignore[misc]
+        if uses or steps or since is None:
+            since = now
+        assert clock.idle_s == pytest.approx(now - since)

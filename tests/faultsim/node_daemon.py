@@ -330,15 +330,22 @@ class SimDaemon:
             peak_device_bytes=self.physics.peak_of(gang.uid) if gang.stepped else 0,
             capabilities=self._offered(ranks) if attached else Capabilities(),
             device_mask=ranks.order.claim.device_mask,
+            devices_idle=phase is ObservedPhase.RUNNING and self._is_idle(ranks),
             residue_bytes=(residue,) * self.configuration_set.devices if measures else (),
             kept_memory_bytes=int(self.physics.memory_used * ranks.order.claim.memory_bytes) if measures else 0,
             told=_told(ranks) if gang.epoch in self.describe else None,
         )
 
+    def _is_idle(self, ranks: Ranks) -> bool:
+        gang, after_s = self.physics.gangs[ranks.order.epoch], ranks.wanted.idle_after_s
+        return 0.0 < after_s <= self.physics.engine.now - gang.stepped_at
+
     def _offered(self, ranks: Ranks) -> Capabilities:
         spec = ranks.order.spec
         if self.physics.gangs[ranks.order.epoch].opaque:
             return _NO_LEVELS
+        if ranks.order.uid in self.physics.hung:
+            return replace(self.offers, offload_by="in place")
         if spec is None or not spec.is_elastic:
             return self.offers
         return replace(self.offers, resize=True, resize_divides=_GLOBAL_BATCH)

@@ -111,6 +111,8 @@ class PhysicalGang:
     restored: bool = False
     stepped: bool = False
     stepping: bool = False
+    # When it last stepped, or began to run.
+    stepped_at: float = 0.0
     opaque: bool = False
 
 
@@ -133,6 +135,8 @@ class Physics:
         self.kept: dict[int, tuple[str, ...]] = {}
         # Jobs, by uid, without boundaries.
         self.opaque: set[str] = set()
+        # Jobs, by uid, whose ranks neither step nor use a device, and can be stopped wherever they are.
+        self.hung: set[str] = set()
         # Jobs, by uid, that use all of the grace that a stop gives them, and step on meanwhile.
         self.trapping: set[str] = set()
         # By node.
@@ -400,7 +404,7 @@ class Physics:
         gang = self.gangs[epoch]
         if gang.stepping or self._members(epoch) is None:
             return
-        gang.stepping = True
+        gang.stepping, gang.stepped_at = True, self.engine.now
         self.engine.after(self.step_seconds * self.engine.between(0.8, 1.2), lambda: self._boundary(gang))
 
     def _boundary(self, gang: PhysicalGang) -> None:
@@ -416,6 +420,10 @@ class Physics:
         stops = {ranks.order.stop_sequence for ranks in members}
         if 0 not in stops and len(stops) == 1 and not gang.opaque:
             self._park(gang, members)
+            return
+        if gang.uid in self.hung:
+            gang.stepping = True
+            self.engine.after(self.step_seconds, lambda: self._boundary(gang))
             return
         gang.stepped = True
         gang.step += 1

@@ -5,7 +5,7 @@ partition NAME [nodes= users= time= gpus= priority= preemptible=]      leave PAR
 submit GPUS [steps= cores= memory= type= within= user= priority= failures= disk= net= partition= time=]
 told JOB KIND   cancel|resume|why|show|fails JOB           suspend JOB LEVEL              move JOB [NODE]
 backup | restore | quarantine adopt|end JOB      reserve NAME NODE in=SECONDS for=SECONDS [users= lead=]
-check NODE [FAILURE]              fault NODE DEVICE REASON
+check NODE [FAILURE]              fault NODE DEVICE REASON       idle WARNING PARK (before nodes)      hang|wake JOB
 cordon|uncordon|drain|reboot|silent|heard|storage|nostorage NODE     residue MEBIBYTES     run SECONDS      nodes
 """
 
@@ -207,6 +207,8 @@ class _Story:
         if gang is not None:
             places = " ".join(f"{claim.node}:{claim.device_mask:#x}" for claim in gang.claims)
             words.append(f"epoch {gang.epoch} {gang.phase.value} on {places}")
+            if gang.idle is not None:
+                words.append("without using its GPUs")
         yield " ".join(words)
 
     def _told(self, number: str, kind: str) -> Iterator[str]:
@@ -309,6 +311,21 @@ class _Story:
         """Rank 0 ends by itself, and not well."""
         gang = self.cluster.state.gangs[self.cluster.state.jobs[int(number)].epoch]
         self.cluster.physics.kill(gang.nodes[0], gang.epoch, OutcomeKind.FAILED, "rank 0 ended with exit code 1", 1)
+        yield from ()
+
+    def _idle(self, warning: str, park: str) -> Iterator[str]:
+        """After how many seconds without use of GPUs jobs are reported and parked."""
+        times = {"idle_warning_s": float(warning), "idle_park_s": None if park == "never" else float(park)}
+        self._settings = structs_replace(self._settings, **times)
+        yield from ()
+
+    def _hang(self, number: str) -> Iterator[str]:
+        """Its ranks neither step nor use a device."""
+        self.cluster.physics.hung.add(self.cluster.state.jobs[int(number)].uid)
+        yield from ()
+
+    def _wake(self, number: str) -> Iterator[str]:
+        self.cluster.physics.hung.discard(self.cluster.state.jobs[int(number)].uid)
         yield from ()
 
     def _silent(self, node: str) -> Iterator[str]:

@@ -13,7 +13,7 @@ from ganger.job_state import JobState
 from ganger.protocol.gang_orders import Mechanism
 from ganger.v1 import job_pb2
 from ganger_master.core.array_model import Membership, RuleKind, StopRule
-from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, Piece, Restore
+from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, Idleness, Piece, Restore
 from ganger_master.core.job_model import (
     Agent,
     Capabilities,
@@ -83,6 +83,7 @@ GANG = Gang(
     1.0,
     park_level=SuspendLevel.OFFLOAD,
     stop_step=40,
+    idle=Idleness(1.5, 2.5, "why"),
 )
 JOB = JobRecord(
     7,
@@ -149,7 +150,7 @@ def test_no_field_of_a_job_is_left_out() -> None:
     # Only of one that was cancelled or stopped, and of one that runs.
     message.end_reason, message.progress.steps_per_s = "enough", 9.5
     parts = (message, message.array, message.spec, message.gang, message.checkpoint, message.progress, message.failure)
-    parts = (*parts, message.progress.evaluation)
+    parts = (*parts, message.progress.evaluation, message.gang.idle)
     assert [missing(part) for part in parts] == [set()] * len(parts)
     assert message.trouble == JOB.trouble
     terms = PartitionTerms("default", 3, False, 90.0)

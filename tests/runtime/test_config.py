@@ -27,6 +27,24 @@ def test_flag_beats_environment_beats_file() -> None:
     assert (config.state_dir, config.policy, config.lost_after_s) == (Path("/flag"), "gandiva", None)
 
 
+def test_jobs_that_use_no_gpu_are_reported_after_half_an_hour_and_not_parked_unless_that_is_set() -> None:
+    config = load({"state_dir": "/s"}, {})
+    assert (config.idle_warning_s, config.idle_park_s) == (1800.0, None)
+    text = """
+idle_warning = "never"
+idle_park = "2h"
+[partitions.notebooks]
+idle_warning = "10m"
+idle_park = "never"
+"""
+    config = load({"state_dir": "/s"}, {}, text)
+    assert (config.idle_warning_s, config.idle_park_s) == (None, 7200.0)
+    own = config.partitions["notebooks"]
+    assert (own.idle_warning_s, own.idle_park_s) == (600.0, 0.0)
+    with pytest.raises(ConfigError, match="'notebooks' has idle_park = '1s': write at least 2s, or never"):
+        load({"state_dir": "/s"}, {}, text.replace('"never"\n', '"1s"\n').replace('warning = "1s"', 'warning = "9s"'))
+
+
 @pytest.mark.parametrize(
     ("text", "seconds"), [("90s", 90.0), ("0", 0.0), ("250ms", 0.25), ("10m", 600.0), ("1.5h", 5400.0), ("1d", 86400.0)]
 )
@@ -87,6 +105,7 @@ def test_all_mistakes_are_reported_together() -> None:
         ("lost_after = 600", "lost_after: '600' has no unit: write 600s, 600m or 600h"),
         ('lost_aftr = "5m"', "lost_aftr: there is no such setting; is it lost_after?"),
         ('quantum_seconds = "5m"', "quantum_seconds: there is no such setting; is it quantum?"),
+        ('idle_park = "1s"', "idle_park: '1s' is too short, at least 2 s, or never"),
         ('quantum = "60"', "quantum: '60' has no unit: write 60s, 60m or 60h"),
         ('residue_bytes = "much"', "residue_bytes: 'much' is not an amount of memory: write for example 512M or 16G"),
     ],

@@ -51,6 +51,7 @@ def pairs(job: Job) -> list[tuple[str, str]]:
         ("because", job.end_reason),
         ("trouble", job.trouble),
         ("concern", job.progress.stall_reason),
+        ("idle", job_table.idle_text(job)),
         ("waits for", "\n".join(f"{each.reason}: {each.message}" for each in job.blockers)),
         ("command", shlex.join(spec.command)),
         ("directory", spec.working_directory),

@@ -256,8 +256,25 @@ def note(job: job_pb2.Job) -> str:
         # Why a job far behind waits is not computed for the list; `ganger why` does that.
         return f"({job.queue_rank - 1} ahead)" if job.queue_rank > 1 else ""
     lacking = unreported(job)
-    concern = job.progress.stall_reason or (f"no {lacking} reported" if lacking else "")
+    concern = idle_text(job) or job.progress.stall_reason or (f"no {lacking} reported" if lacking else "")
     return place(job) + beside(job) + (f" ({concern})" if concern else "")
+
+
+def idle_text(job: job_pb2.Job, now: float | None = None) -> str:
+    """Return that a job does not use its GPUs, or was parked for that; "" for other jobs. now: Unix time in seconds,
+    default the clock."""
+    idle = job.gang.idle
+    if not job.gang.HasField("idle"):
+        return ""
+    if job.state == job_pb2.Job.STATE_SUSPENDED:
+        return f"suspended because it did not use its GPUs, from {instant(idle.since)} on"
+    if job.state != job_pb2.Job.STATE_HOLDING:
+        return ""
+    now = time.time() if now is None else now
+    text = f"has not used its GPUs for {format_duration(max(0.0, now - times.unix_s(idle.since)))}"
+    if idle.HasField("park_time"):
+        return f"{text}, is suspended in {format_duration(max(0.0, times.unix_s(idle.park_time) - now))}"
+    return f"{text}, not suspended: {idle.kept}" if idle.kept else text
 
 
 def unreported(job: job_pb2.Job) -> str:

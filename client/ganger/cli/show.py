@@ -249,7 +249,12 @@ def why(job: str, cpus: bool, as_json: bool) -> None:
     for line in report:
         print_line(line)
     unjudged = job_table.unjudged(answer.job)
-    for name, text in (("trouble", answer.job.trouble), ("stop rule", unjudged), ("deadline", answer.deadline_advice)):
+    for name, text in (
+        ("trouble", answer.job.trouble),
+        ("idle", job_table.idle_text(answer.job)),
+        ("stop rule", unjudged),
+        ("deadline", answer.deadline_advice),
+    ):
         if text:
             print_line(f"{name}: {text}")
     if answer.kept_nodes:

@@ -562,6 +562,7 @@ class Gang(google.protobuf.message.Message):
     CORES_FIELD_NUMBER: builtins.int
     COLOCATED_JOBS_FIELD_NUMBER: builtins.int
     SLICE_STATE_FIELD_NUMBER: builtins.int
+    IDLE_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Incarnation on this placement; the fencing number."""
     phase: Global___Gang.Phase.ValueType
@@ -593,6 +594,10 @@ class Gang(google.protobuf.message.Message):
     def colocated_jobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """"jobs/{job}" co-located with it: they hold devices of it, too. Output only."""
 
+    @property
+    def idle(self) -> Global___IdleDevices:
+        """Set while it runs without using its devices, and while it is parked for that. Output only."""
+
     def __init__(
         self,
         *,
@@ -608,13 +613,47 @@ class Gang(google.protobuf.message.Message):
         cores: collections.abc.Iterable[builtins.str] | None = ...,
         colocated_jobs: collections.abc.Iterable[builtins.str] | None = ...,
         slice_state: Global___Gang.SliceState.ValueType = ...,
+        idle: Global___IdleDevices | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["start_time", b"start_time"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["idle", b"idle", "start_time", b"start_time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["claims", b"claims", "colocated_jobs", b"colocated_jobs", "cores", b"cores", "epoch", b"epoch", "level", b"level", "move_claims", b"move_claims", "parked_level", b"parked_level", "phase", b"phase", "pids", b"pids", "slice_state", b"slice_state", "start_time", b"start_time", "stop_step", b"stop_step"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["claims", b"claims", "colocated_jobs", b"colocated_jobs", "cores", b"cores", "epoch", b"epoch", "idle", b"idle", "level", b"level", "move_claims", b"move_claims", "parked_level", b"parked_level", "phase", b"phase", "pids", b"pids", "slice_state", b"slice_state", "start_time", b"start_time", "stop_step", b"stop_step"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Gang: typing_extensions.TypeAlias = Gang
+
+@typing.final
+class IdleDevices(google.protobuf.message.Message):
+    """Devices that a gang holds and does not use: no step, and no use by its processes."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SINCE_FIELD_NUMBER: builtins.int
+    PARK_TIME_FIELD_NUMBER: builtins.int
+    KEPT_FIELD_NUMBER: builtins.int
+    kept: builtins.str
+    """Why the gang is not parked although the settings say so; empty otherwise."""
+    @property
+    def since(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """Since when, at the latest."""
+
+    @property
+    def park_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When the gang is, or was, parked for it; unset: it is only reported."""
+
+    def __init__(
+        self,
+        *,
+        since: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        park_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        kept: builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["park_time", b"park_time", "since", b"since"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["kept", b"kept", "park_time", b"park_time", "since", b"since"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___IdleDevices: typing_extensions.TypeAlias = IdleDevices
 
 @typing.final
 class Failure(google.protobuf.message.Message):

@@ -679,6 +679,8 @@ class Purpose(google.protobuf.message.Message):
         """Off a node where it was measured to be slower beside others."""
         GOAL_FAIRNESS: Purpose._Goal.ValueType  # 13
         """Equal time on devices among time-sliced jobs."""
+        GOAL_IDLE: Purpose._Goal.ValueType  # 14
+        """Off devices that it does not use."""
 
     class Goal(_Goal, metaclass=_GoalEnumTypeWrapper): ...
     GOAL_UNSPECIFIED: Purpose.Goal.ValueType  # 0
@@ -708,6 +710,8 @@ class Purpose(google.protobuf.message.Message):
     """Off a node where it was measured to be slower beside others."""
     GOAL_FAIRNESS: Purpose.Goal.ValueType  # 13
     """Equal time on devices among time-sliced jobs."""
+    GOAL_IDLE: Purpose.Goal.ValueType  # 14
+    """Off devices that it does not use."""
 
     GOAL_FIELD_NUMBER: builtins.int
     JOB_FIELD_NUMBER: builtins.int

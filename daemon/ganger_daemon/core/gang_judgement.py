@@ -160,8 +160,12 @@ def has_opaque_rank(gang: GangPart, now: float) -> bool:
 
 def is_busy(gang: GangPart) -> bool:
     """Return whether some live rank is in a long phase without boundaries: its order's deadline waits for it."""
-    phases = (PagePhase.EVALUATION, PagePhase.COMPILATION, PagePhase.REPLAY)
-    states = (PageState.SAVING, PageState.RESTORING)
+    return is_at_work(gang) or any(rank.phase == PagePhase.EVALUATION for rank in gang.live)
+
+
+def is_at_work(gang: GangPart) -> bool:
+    """Return whether some live rank compiles, replays, saves or restores, or the daemon works on the processes."""
+    phases, states = (PagePhase.COMPILATION, PagePhase.REPLAY), (PageState.SAVING, PageState.RESTORING)
     return gang.is_worked_on or any(rank.phase in phases or rank.state in states for rank in gang.live)
 
 

@@ -104,6 +104,10 @@ class Devices(ABC):
         """Return the recent utilization of these devices by these processes, 0 to 1; None if it is not reported."""
         return None
 
+    def are_used(self, pids: Collection[int], device_mask: int) -> bool | None:
+        """Return whether one of these devices was recently used by one of these processes; None if that is unknown."""
+        return None
+
     def attach(self, pid: int, device_mask: int, baseline_bytes: int | None = None) -> None:
         """Attach a rank at its hello. Virtual devices count the memory that it uses above its baseline, which is given
         after a restart of the daemon as it was noted."""

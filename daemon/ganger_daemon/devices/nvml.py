@@ -100,6 +100,20 @@ class NvmlDevices(Devices):
             percent += min(100, sum(used for pid, used in found.items() if pid in wanted))
         return percent / (100 * device_mask.bit_count()) if is_reported else None
 
+    def are_used(self, pids: Collection[int], device_mask: int) -> bool | None:
+        since, is_known = int(1e6 * (time.time() - _USE_S)), True
+        for device in bits(device_mask):
+            found = self.process_utilisation(device, since)
+            if any(found.get(pid) for pid in pids):
+                return True
+            if found:
+                continue  # The driver reports processes, and others use it
+            rates = self._ask(self._nvml.nvmlDeviceGetUtilizationRates, self._handles[device])
+            if rates is not None and (rates.gpu or rates.memory):
+                return True
+            is_known = is_known and rates is not None
+        return False if is_known else None
+
     def close(self) -> None:
         if not self._stop.is_set():
             self._stop.set()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ganger.agent.v1 import agent_pb2
+from ganger.wire.times import seconds
 
 from ganger_daemon.core.part_facts import GangPart, Rank
 from ganger_daemon.gang.boundary_relay import BoundaryExchange
@@ -31,7 +32,7 @@ from ganger_daemon.gang.incoming import IncomingState
 from ganger_daemon.gang.launch_plan import has_no_agent
 from ganger_daemon.gang.process_image import GangImages
 from ganger_daemon.gang.rank_launch import RankLaunch
-from ganger_daemon.gang.step_rate import StallWatch, StepRate, UtilizationMeter
+from ganger_daemon.gang.step_rate import IdleWatch, StallWatch, StepRate, UtilizationMeter
 from ganger_daemon.gang.taken_devices import CorePinning, TakenDevices
 from ganger_daemon.node.daemon_files import read_json, write_hint
 from ganger_daemon.node.process_identity import ProcessId, RankProcess, is_alive, stranger_text
@@ -61,6 +62,7 @@ class GangParts:
     freezer: Freezer
     step_rate: StepRate
     utilization: UtilizationMeter
+    idle_watch: IdleWatch
     stall_watch: StallWatch
 
     @classmethod
@@ -111,6 +113,7 @@ class GangParts:
             freezer=Freezer(context, lambda: images.holds_still),
             step_rate=StepRate(context.pages, ranks),
             utilization=UtilizationMeter(host, group, desired.claim.device_mask),
+            idle_watch=IdleWatch(host, group, desired.claim.device_mask, seconds(desired.idle_after)),
             stall_watch=StallWatch(context.pages, ranks),
         )
 

@@ -341,7 +341,17 @@ class LocalGang:
         if gang_judgement.has_opaque_rank(facts, now):
             pids = [process.pid for process in parts.exits.processes.values()]
             await parts.stall_watch.look_at_processes(pids, now)
+        self._watch_use(facts, now)
         self._logs.follow(now)
+
+    def _watch_use(self, facts: GangPart, now: float) -> None:
+        parts, pages = self.parts, self.context.pages
+        if self._orders.is_by_rotation and self.phase is not PartPhase.RUNNING:
+            parts.idle_watch.stand()
+        elif self.phase is not PartPhase.RUNNING or gang_judgement.is_at_work(facts):
+            parts.idle_watch.begin_anew()
+        else:
+            parts.idle_watch.follow(map(pages.progress, self.context.part.ranks), now)
 
     def _judge(self, facts: GangPart, now: float) -> None:
         judgement = gang_judgement.judge(facts, now)

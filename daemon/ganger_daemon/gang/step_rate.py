@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -16,6 +16,7 @@ from ganger.injob.page import PageProgress
 from ganger.injob.page_layout import PagePhase
 from ganger.text import counted, format_duration
 
+from ganger_daemon.devices.inventory import VIRTUAL_DRIVER
 from ganger_daemon.gang.control_pages import ControlPages
 from ganger_daemon.node.node_context import NodeContext
 
@@ -30,6 +31,8 @@ _LONG_PHASE = 10.0
 # Without a first step, or without use of a processor.
 IDLE_S = 600.0
 _IDLE_SHARE = 0.01
+# Interval of looking whether devices are in use: the driver's samples are of the last seconds.
+_LOOK_S = 1.0
 # Least steps and seconds of a window in which ranks are compared.
 _WINDOW_S = 30.0
 _WINDOW_STEPS = 20
@@ -104,6 +107,77 @@ class UtilizationMeter:
         if before is None or now <= before[0]:
             return None
         return min(1.0, max(0.0, self._seen[1] - before[1]) / (cores * (now - before[0])))
+
+
+class IdleClock:
+    """Seconds for which a gang's part has neither advanced nor used its devices. Times are of one monotonic clock."""
+
+    def __init__(self) -> None:
+        self.idle_s = 0.0
+        self._at: float | None = None
+        self._progress: tuple[int, ...] = ()
+
+    def add(self, progress: tuple[int, ...], is_used: Callable[[], bool], now: float) -> None:
+        """Count the time since the last call. `progress`: counters of its ranks; `is_used`: whether its devices are."""
+        before, self._at = self._at, now
+        if progress != self._progress or is_used():
+            self._progress, self.idle_s = progress, 0.0
+        elif before is not None:
+            self.idle_s += now - before
+
+    def stand(self) -> None:
+        """Leave out the time until the next call of `add`: the part may not run."""
+        self._at = None
+
+    def begin_anew(self) -> None:
+        self._at, self.idle_s = None, 0.0
+
+
+class IdleWatch:
+    """Whether a gang's part on this node uses its devices.
+
+    A virtual device is in use while the job's processes use a processor. Of other devices the driver reports it, and
+    where it reports nothing they count as used. `after_s`: time without use after which the part is idle; zero: never.
+    """
+
+    def __init__(self, host: NodeContext, group: str, device_mask: int, after_s: float) -> None:
+        self._host = host
+        self._group = group
+        self._mask = device_mask
+        self.after_s = after_s
+        self._clock = IdleClock()
+        self._looked_at = -math.inf
+        self._busy: tuple[float, float] | None = None  # Time and CPU time when a processor was last in use
+
+    @property
+    def is_idle(self) -> bool:
+        return 0 < self.after_s <= self._clock.idle_s
+
+    def follow(self, found: Iterable[PageProgress], now: float) -> None:
+        """Note the counters of the local ranks of a part that runs."""
+        if not self._mask or not self.after_s or now - self._looked_at < _LOOK_S:
+            return
+        self._looked_at = now
+        progress = tuple([count for one in found for count in (one.step, one.evaluated)])
+        self._clock.add(progress, lambda: self._is_used(now), now)
+
+    def stand(self) -> None:
+        """Leave out the time until the next call of `follow`: another gang has its time slice."""
+        self._clock.stand()
+
+    def begin_anew(self) -> None:
+        """Forget for how long it used nothing: it starts, stops, or saves its state."""
+        self._clock.begin_anew()
+        self._busy = None
+
+    def _is_used(self, now: float) -> bool:
+        if self._host.inventory.driver != VIRTUAL_DRIVER:
+            return self._host.devices.are_used(self._host.cgroups.pids(self._group), self._mask) is not False
+        cpu_s = self._host.cgroups.cpu_s(self._group)
+        if self._busy is None or abs(cpu_s - self._busy[1]) > _IDLE_SHARE * (now - self._busy[0]):
+            self._busy = now, cpu_s
+            return True
+        return False
 
 
 class StepRate:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ganger.agent.v1 import agent_pb2
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
+from ganger.wire.times import seconds
 from google.protobuf import json_format
 
 from ganger_daemon.core.gang_judgement import (
@@ -121,6 +122,7 @@ class GangSet:
             if here is not None:
                 here.set_kept_checkpoints(message.kept_checkpoints)
                 here.try_memory(message.trial_memory_bytes)
+                here.parts.idle_watch.after_s = seconds(message.idle_after)
             if here is not None and self.rotation.governs(here, one):
                 # The rotation applies it when the gang's slice begins or ends.
                 here.set_master_desired(message)

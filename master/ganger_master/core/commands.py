@@ -246,6 +246,8 @@ class ObservedGang(Struct, frozen=True, gc=False):
     # Of the slowest rank: the last step before it was parked, and the first one since it runs.
     last_step_time: float = 0.0
     first_step_time: float = 0.0
+    # It has made no step and used no device for as long as the daemon was to wait.
+    devices_idle: bool = False
     # The order that the daemon has for it; only where the master requested that.
     told: StoredOrder | None = None
 

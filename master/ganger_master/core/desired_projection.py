@@ -62,6 +62,8 @@ class DesiredGang(Struct, frozen=True, gc=False):
     attempt: int = 1
     # What its processes on the node are held to for a trial of memory; zero: none.
     trial_memory_bytes: int = 0
+    # After how long without use of its devices the daemon reports that; zero: not at all.
+    idle_after_s: float = 0.0
     # The daemon has not reported that it launched this epoch. Not a change of the desired state.
     needs_spec: bool = True
 
@@ -212,6 +214,7 @@ def _desired_gang(party: Party, piece: Piece) -> DesiredGang:
         kept_checkpoints=tuple(checkpoints) if party.members[0].node == piece.claim.node else (),
         attempt=gang.attempt or 1,
         trial_memory_bytes=party.trial_memory_bytes * piece.claim.device_mask.bit_count(),
+        idle_after_s=settings.idle_after_s(job.partition.name) if piece.claim.device_mask else 0.0,
         needs_spec=waits or piece.phase is ObservedPhase.NONE,
     )
 

@@ -117,8 +117,19 @@ class Piece(Struct, frozen=True, gc=False, omit_defaults=True):
     # By the node's clock: the last step before the present rest, and the first one since it runs; zero while unknown.
     last_step_time: float = 0.0
     first_step_time: float = 0.0
-    # When its processes were first reported, by the master's clock.
+    # When its processes were first reported, and since when they use no device, by the master's clock; zero for the
+    # latter: they use one, or rest.
     launch_time: float = 0.0
+    idle_since: float = 0.0
+
+
+class Idleness(Struct, frozen=True, gc=False, omit_defaults=True):
+    """That a gang does not use the devices that it holds. `since`: at the latest, in Unix seconds; `park_time`: when it
+    is, or was, parked for it, zero: not at all; `kept`: why it is not, although the settings say so."""
+
+    since: float
+    park_time: float = 0.0
+    kept: str = ""
 
 
 class Restore(Struct, frozen=True, gc=False, omit_defaults=True):
@@ -175,6 +186,8 @@ class Gang(Struct, frozen=True, gc=False, omit_defaults=True):
     resizes: bool = False
     # The number of the start that it belongs to, as its ranks have it; zero in records of old.
     attempt: int = 0
+    # It runs without using its devices, or is parked for that.
+    idle: Idleness | None = None
 
     @property
     def claims(self) -> tuple[Claim, ...]:

@@ -71,6 +71,7 @@ def run(gang: Gang, now: float) -> Gang:
             # A report from before the order does not cover the steps after it.
             pieces=tuple(_not_parked(piece) for piece in gang.pieces),
             since=now,
+            idle=None,
         )
     )
 
@@ -87,6 +88,7 @@ def park(gang: Gang, level: SuspendLevel, now: float, by_plan: bool) -> Gang:
         stop_sequence=gang.stop_sequence or sequence,
         parked_by_plan=by_plan,
         since=now,
+        idle=None,
     )
 
 
@@ -231,6 +233,8 @@ def _order(gang: Gang) -> Gang:
 
 
 def _not_parked(piece: Piece) -> Piece:
+    if piece.idle_since:
+        piece = replace(piece, idle_since=0.0)
     if piece.phase in (ObservedPhase.PARKED, ObservedPhase.READY, ObservedPhase.STOPPING):
         return replace(piece, phase=ObservedPhase.STARTING)
     return piece

@@ -27,6 +27,7 @@ from ganger_master.core import (
     ending,
     events,
     gang_orders,
+    idle_gpus,
     moves,
     observation,
     placement_leases,
@@ -98,6 +99,7 @@ def next_wake(state: State, now: float) -> float | None:
     times += [ending.ends_at(state, state.jobs[number]) for number in state.jobs.running_limited]
     times += [state.jobs[number].again_at for number in state.jobs.backing_off]
     times += [moves.due_at(state, number) for number in state.jobs.moving]
+    times += idle_gpus.park_times(state)
     if state.queue.kept_by_plan:
         times.append(state.queue.kept_by_plan_at + state.settings.move_deadline_s)
     return min([time for time in times if time is not None], default=None)
@@ -342,6 +344,7 @@ def _time_passed(state: State, event: events.TimePassed) -> None:
     if state.queue.kept_by_plan and now >= state.queue.kept_by_plan_at + state.settings.move_deadline_s:
         # A live planner repeats the places that it keeps within this time.
         state.queue.kept_by_plan = {}
+    idle_gpus.follow(state, now)
     availability.follow(state, now, event.cause)
     placement_leases.expire(state, now, event.told)
     ending.forget(state, now)

@@ -8,7 +8,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from ganger_master.core import arrays, ending, gang_orders, quarantine
+from ganger_master.core import arrays, ending, gang_orders, idle_gpus, quarantine
 from ganger_master.core.colocation import kept_memory_of, residue_of
 from ganger_master.core.commands import Observe, ObservedGang
 from ganger_master.core.events import NodeLost
@@ -181,8 +181,9 @@ def _observe_piece(state: State, gang: Gang, piece: Piece, observed: ObservedGan
         gone=piece.gone or ended,
         held=None if ended else piece.held,
         outcome=outcome,
+        idle_since=idle_gpus.piece_idle_since(state, gang, piece, observed, now),
     )
-    gang = _with_piece(gang, fresh)
+    gang = idle_gpus.noted(state, _with_piece(gang, fresh), now)
     if observed.master_sequence > gang.master_sequence and not fresh.gone:
         # An order that a restored database does not contain. The gang obeys only a later one.
         gang = gang_orders.begin_anew(replace(gang, master_sequence=observed.master_sequence))

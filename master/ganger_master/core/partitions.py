@@ -21,6 +21,8 @@ from msgspec import Struct
 # More than the priorities of two users' jobs can differ by: the priority of the partition decides first.
 TIER: Final = 2_001
 PRIORITY_LIMIT: Final = 1_000
+# Daemons look once a second whether devices are in use.
+LEAST_IDLE_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,8 @@ class Partition:
     those that may use it; neither: all users. `time_s`: longest time limit of a job, and the limit of a job that names
     none. `gpus`, `gpus_per_user`, `gpus_per_job`: most GPUs that its jobs, those of one user, and one job hold at once.
     None: any. `priority`: goes before the priority of jobs. `preemptible`: plans may suspend its jobs; they may move
-    them in any case. `default`: jobs that name no partition are in this one."""
+    them in any case. `default`: jobs that name no partition are in this one. `idle_warning_s`, `idle_park_s`: in place
+    of the cluster's, zero for never; None: the cluster's."""
 
     nodes: tuple[str, ...] = ()
     gpu_types: tuple[str, ...] = ()
@@ -42,6 +45,8 @@ class Partition:
     priority: int = 0
     preemptible: bool = True
     default: bool = False
+    idle_warning_s: float | None = None
+    idle_park_s: float | None = None
 
 
 class PartitionTerms(Struct, frozen=True, gc=False, omit_defaults=True):
@@ -179,7 +184,7 @@ def unknown_teams(partitions: Mapping[str, Partition], teams: Collection[str]) -
 
 _KEYS: Final = (
     *("nodes", "gpu_types", "users", "teams", "time", "gpus", "gpus_per_user", "gpus_per_job"),
-    *("priority", "preemptible", "default"),
+    *("priority", "preemptible", "default", "idle_warning", "idle_park"),
 )
 # More GPUs than any cluster has; counts of GPUs are 64-bit on the wire.
 MOST_GPUS: Final = 10**9
@@ -221,6 +226,8 @@ def _partition_of(name: str, table: object, wrong: list[str]) -> Partition:
         priority=counts["priority"] or 0,
         preemptible=flags["preemptible"] is not False,
         default=flags["default"] is True,
+        idle_warning_s=_idle_time_of(name, "idle_warning", table.get("idle_warning"), wrong),
+        idle_park_s=_idle_time_of(name, "idle_park", table.get("idle_park"), wrong),
     )
 
 
@@ -248,13 +255,26 @@ _names_in = lru_cache(64)(expanded)
 
 
 def _time_of(name: str, value: object, wrong: list[str]) -> float | None:
+    seconds = _duration_of(name, "time", value, wrong)
+    if seconds is not None and seconds <= 0:
+        wrong.append(f"{name!r} has time = {value!r}: write more than zero")
+    return seconds
+
+
+def _idle_time_of(name: str, key: str, value: object, wrong: list[str]) -> float | None:
+    if value == "never":
+        return 0.0
+    seconds = _duration_of(name, key, value, wrong)
+    if seconds is not None and seconds < LEAST_IDLE_S:
+        wrong.append(f"{name!r} has {key} = {value!r}: write at least {LEAST_IDLE_S:g}s, or never")
+    return seconds
+
+
+def _duration_of(name: str, key: str, value: object, wrong: list[str]) -> float | None:
     if value is None:
         return None
     try:
-        seconds = parse_duration(value)
+        return parse_duration(value)
     except ValueError as error:
-        wrong.append(f"{name!r} has time = {value!r}: {error}")
+        wrong.append(f"{name!r} has {key} = {value!r}: {error}")
         return None
-    if seconds <= 0:
-        wrong.append(f"{name!r} has time = {value!r}: write more than zero")
-    return seconds

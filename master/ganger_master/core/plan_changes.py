@@ -40,6 +40,8 @@ class Goal(StrEnum):
     BALANCE = "BALANCE"
     # Give time-sliced jobs equal shares of device time.
     FAIRNESS = "FAIRNESS"
+    # Release devices that the job does not use.
+    IDLE = "IDLE"
 
 
 class Purpose(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED_NAMES):

@@ -5,6 +5,7 @@ Imports nothing heavy, since it parses command-line flags.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -48,6 +49,10 @@ class CoreSettings:
     # A session that answered this recently keeps its name; a node that did cannot be declared lost.
     session_alive_s: float = 10.0
     request_kept_s: float = 24 * 3600.0
+    # After how long without a step and without use of its GPUs a running job's user is warned, and after how long it is
+    # parked; None: never. A partition may have other times.
+    idle_warning_s: float | None = 1800.0
+    idle_park_s: float | None = None
     # Between SIGTERM and kill.
     grace_s: float = 10.0
     # What each parked process is presumed to keep of its device at OFFLOAD while its daemon cannot measure it.
@@ -89,6 +94,18 @@ class CoreSettings:
     usage_half_life_s: float = 7 * 86400.0
     # By name; without any, each job may be on every node.
     partitions: Mapping[str, Partition] = field(default_factory=dict)
+
+    def idle_times_s(self, partition: str) -> tuple[float, float]:
+        """Return after how long jobs of a partition that use no device are reported and parked; infinite: never."""
+        terms = self.partitions.get(partition)
+        warning = self.idle_warning_s if terms is None or terms.idle_warning_s is None else terms.idle_warning_s
+        park = self.idle_park_s if terms is None or terms.idle_park_s is None else terms.idle_park_s
+        return warning or math.inf, park or math.inf
+
+    def idle_after_s(self, partition: str) -> float:
+        """Return after how long without use of its devices daemons report that of a job; zero: not at all."""
+        first = min(self.idle_times_s(partition))
+        return 0.0 if first == math.inf else first
 
     @property
     def needs_planner(self) -> bool:

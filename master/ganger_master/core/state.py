@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from ganger_master.core.commands import Observe, ObservedSlices, RecordedEnd
 from ganger_master.core.desired_projection import DesiredProjection
 from ganger_master.core.events import Dirty, HistoryRow, StoredChanges, Unstored, cut
-from ganger_master.core.gang_model import Gang, StoredOrder, TimesliceGroup
+from ganger_master.core.gang_model import Gang, GangIntent, StoredOrder, TimesliceGroup
 from ganger_master.core.job_model import JobRecord, Request
 from ganger_master.core.node_model import Counters, Node, Reservation
 from ganger_master.core.partitions import PartitionIndex
@@ -115,6 +115,8 @@ class State:
         if old == gang:
             return
         self.gangs[gang.epoch] = gang
+        if gang.idle is not None or self.gangs.idle:
+            list_if(self.gangs.idle, gang.epoch, gang.idle is not None and gang.intent is GangIntent.RUN)
         if self.unstored.is_kept:
             self.unstored.put(("gang", str(gang.epoch)), gang)
         dirty = self.dirty

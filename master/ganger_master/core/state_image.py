@@ -69,6 +69,7 @@ class Image(Struct, frozen=True, gc=False):
     running_limited: tuple[int, ...] = ()
     moving: tuple[int, ...] = ()
     backing_off: tuple[int, ...] = ()
+    idle: tuple[int, ...] = ()
     draining: tuple[str, ...] = ()
     faulty: tuple[str, ...] = ()
     choosy: tuple[str, ...] = ()
@@ -122,8 +123,8 @@ _MAPPINGS = _paths(
     " cores_curves"
 )
 _SETS = _paths(
-    "jobs.finished jobs.running_limited jobs.moving jobs.backing_off queue.resuming nodes.draining nodes.faulty"
-    " nodes.reserved nodes.choosy nodes.unheard"
+    "jobs.finished jobs.running_limited jobs.moving jobs.backing_off gangs.idle queue.resuming nodes.draining"
+    " nodes.faulty nodes.reserved nodes.choosy nodes.unheard"
 )
 _VALUES = ("nodes", "jobs", "gangs", "gangs.sets", "jobs.former", "usage", "reservations")
 

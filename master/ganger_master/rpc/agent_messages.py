@@ -168,6 +168,7 @@ def desired_rows_to_wire(rows: DesiredSlices) -> agent_pb2.DesiredSlices:
 
 _OBSERVED: Final = (
     "uid:job_uid epoch stop_sequence presumed:capabilities_presumed threads repin_done device_mask:claim_device_mask"
+    " devices_idle"
 )
 
 
@@ -221,6 +222,7 @@ def desired_gang_to_wire(gang: DesiredGang) -> agent_pb2.DesiredGang:
         members=[_member_to_wire(member) for member in gang.members],
         checkpoint_interval=times.duration(interval_s) if interval_s > 0 else None,
         grace=times.duration(gang.grace_s),
+        idle_after=times.duration(gang.idle_after_s) if gang.idle_after_s else None,
     )
     restore = gang.restore
     if restore.parked_epoch:

@@ -390,6 +390,7 @@ def gang_to_wire(
 ) -> job_pb2.Gang:
     """Return the message of a gang. `has_turn`: None if it is not time-sliced, or no node has reported its slice."""
     pids, cores = pids_and_cores(job, gang)
+    idle = gang.idle
     return job_pb2.Gang(
         epoch=gang.epoch,
         phase=PHASES[gang.phase],
@@ -403,6 +404,13 @@ def gang_to_wire(
         start_time=times.timestamp(gang.create_time),
         colocated_jobs=map(names.job_name, beside),
         slice_state=_SLICE_STATES[has_turn],
+        idle=None
+        if idle is None
+        else job_pb2.IdleDevices(
+            since=times.timestamp(idle.since),
+            park_time=times.timestamp(idle.park_time) if idle.park_time else None,
+            kept=idle.kept,
+        ),
     )
 
 

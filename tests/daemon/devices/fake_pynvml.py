@@ -44,6 +44,8 @@ class FakeNvml:
         self.processes: dict[int, list[tuple[int, int | None]]] = {}
         # By device: percent by pid.
         self.utilisation: dict[int, dict[int, int]] = {}
+        # By device: percent of the time in which a kernel ran, and in which memory was read or written.
+        self.rates: dict[int, tuple[int, int]] = {}
         self.compute_mode = self.NVML_COMPUTEMODE_DEFAULT
         self.events: queue.Queue[tuple[int, int, int]] = queue.Queue()
         self.can_report_events = True
@@ -107,6 +109,12 @@ class FakeNvml:
         if handle not in self.utilisation:
             raise NVMLError(0)  # "success": nothing ran
         return [SimpleNamespace(pid=pid, smUtil=percent) for pid, percent in self.utilisation[handle].items()]
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:
+        if handle not in self.rates:
+            raise NVMLError(self.NVML_ERROR_NOT_SUPPORTED)
+        gpu, memory = self.rates[handle]
+        return SimpleNamespace(gpu=gpu, memory=memory)
 
     def nvmlDeviceGetComputeMode(self, handle: int) -> int:
         return self.compute_mode

@@ -113,6 +113,19 @@ def test_what_processes_used_of_their_devices_is_the_mean_of_these(devices: Nvml
     assert devices.use_by({7, 8}, 0b100) == 1.0
 
 
+def test_devices_are_used_by_the_processes_that_the_driver_names_or_else_by_any(
+    devices: NvmlDevices, fake: FakeNvml
+) -> None:
+    assert devices.are_used({7}, 0b11) is None, "this driver reports no utilization of devices"
+    fake.rates = {0: (0, 0), 1: (0, 0), 2: (40, 0), 3: (0, 5)}
+    assert devices.are_used({7}, 0b11) is False
+    assert devices.are_used({7}, 0b101) is True, "the driver names no process, as in a container"
+    assert devices.are_used({7}, 0b1000) is True, "its memory is read"
+    fake.utilisation = {2: {9: 40}, 1: {7: 1}}
+    assert devices.are_used({7}, 0b101) is False, "another job uses device 2"
+    assert devices.are_used({7}, 0b111) is True
+
+
 def test_a_device_that_takes_one_process_only_is_not_shared(fake: FakeNvml) -> None:
     fake.compute_mode = 3
     devices = opened(fake)

@@ -656,6 +656,7 @@ class DesiredGang(google.protobuf.message.Message):
     KEPT_CHECKPOINTS_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
     TRIAL_MEMORY_BYTES_FIELD_NUMBER: builtins.int
+    IDLE_AFTER_FIELD_NUMBER: builtins.int
     job: builtins.str
     job_uid: builtins.str
     epoch: builtins.int
@@ -711,6 +712,12 @@ class DesiredGang(google.protobuf.message.Message):
     def kept_checkpoints(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """To the leader: paths of the checkpoints that the master would start the job from. None of them is removed."""
 
+    @property
+    def idle_after(self) -> google.protobuf.duration_pb2.Duration:
+        """After how long without a step, and without use of this node's devices, `devices_idle` is to be reported. Unset: not at
+        all.
+        """
+
     def __init__(
         self,
         *,
@@ -735,10 +742,11 @@ class DesiredGang(google.protobuf.message.Message):
         kept_checkpoints: collections.abc.Iterable[builtins.str] | None = ...,
         attempt: builtins.int = ...,
         trial_memory_bytes: builtins.int = ...,
+        idle_after: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint_interval", b"checkpoint_interval", "claim", b"claim", "grace", b"grace", "order", b"order", "restore", b"restore", "spec", b"spec"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint_interval", b"checkpoint_interval", "claim", b"claim", "grace", b"grace", "idle_after", b"idle_after", "order", b"order", "restore", b"restore", "spec", b"spec"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "checkpoint_first", b"checkpoint_first", "checkpoint_interval", b"checkpoint_interval", "checkpoint_request", b"checkpoint_request", "claim", b"claim", "epoch", b"epoch", "grace", b"grace", "intent", b"intent", "job", b"job", "job_uid", b"job_uid", "kept_checkpoints", b"kept_checkpoints", "level", b"level", "members", b"members", "order", b"order", "repin_request", b"repin_request", "restore", b"restore", "spec", b"spec", "stop_sequence", b"stop_sequence", "threads", b"threads", "trial_memory_bytes", b"trial_memory_bytes", "user", b"user"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "checkpoint_first", b"checkpoint_first", "checkpoint_interval", b"checkpoint_interval", "checkpoint_request", b"checkpoint_request", "claim", b"claim", "epoch", b"epoch", "grace", b"grace", "idle_after", b"idle_after", "intent", b"intent", "job", b"job", "job_uid", b"job_uid", "kept_checkpoints", b"kept_checkpoints", "level", b"level", "members", b"members", "order", b"order", "repin_request", b"repin_request", "restore", b"restore", "spec", b"spec", "stop_sequence", b"stop_sequence", "threads", b"threads", "trial_memory_bytes", b"trial_memory_bytes", "user", b"user"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___DesiredGang: typing_extensions.TypeAlias = DesiredGang
@@ -890,6 +898,7 @@ class ObservedGang(google.protobuf.message.Message):
     NEWEST_ORDER_FIELD_NUMBER: builtins.int
     IN_TIME_SLICES_FIELD_NUMBER: builtins.int
     WORKING_SET_BYTES_FIELD_NUMBER: builtins.int
+    DEVICES_IDLE_FIELD_NUMBER: builtins.int
     job: builtins.str
     job_uid: builtins.str
     epoch: builtins.int
@@ -917,6 +926,10 @@ class ObservedGang(google.protobuf.message.Message):
     working_set_bytes: builtins.int
     """Largest working set so far of its processes on this node: memory in use without file caches that were read once,
     and without claimed arenas. Rounded up to an eighth of its power of two; zero where no control group measures it.
+    """
+    devices_idle: builtins.bool
+    """For at least `DesiredGang.idle_after` no local rank has made a step or evaluated a mini-batch, and none of its
+    processes here has used a device. Time in which it starts, rests, saves or restores does not count.
     """
     @property
     def order(self) -> Global___OrderKey:
@@ -991,10 +1004,11 @@ class ObservedGang(google.protobuf.message.Message):
         newest_order: Global___DesiredGang | None = ...,
         in_time_slices: builtins.bool = ...,
         working_set_bytes: builtins.int = ...,
+        devices_idle: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "checkpoint", b"checkpoint", "first_step_time", b"first_step_time", "last_step_time", b"last_step_time", "newest_order", b"newest_order", "order", b"order", "outcome", b"outcome", "progress", b"progress"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arena_bytes", b"arena_bytes", "capabilities", b"capabilities", "capabilities_presumed", b"capabilities_presumed", "checkpoint", b"checkpoint", "claim_device_mask", b"claim_device_mask", "cores", b"cores", "epoch", b"epoch", "first_step_time", b"first_step_time", "in_time_slices", b"in_time_slices", "job", b"job", "job_uid", b"job_uid", "kept_memory_bytes", b"kept_memory_bytes", "last_step_time", b"last_step_time", "level", b"level", "newest_order", b"newest_order", "order", b"order", "outcome", b"outcome", "peak_device_bytes", b"peak_device_bytes", "phase", b"phase", "progress", b"progress", "ranks", b"ranks", "repin_done", b"repin_done", "residue_bytes", b"residue_bytes", "stop_sequence", b"stop_sequence", "stop_step", b"stop_step", "threads", b"threads", "trouble", b"trouble", "working_set_bytes", b"working_set_bytes"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arena_bytes", b"arena_bytes", "capabilities", b"capabilities", "capabilities_presumed", b"capabilities_presumed", "checkpoint", b"checkpoint", "claim_device_mask", b"claim_device_mask", "cores", b"cores", "devices_idle", b"devices_idle", "epoch", b"epoch", "first_step_time", b"first_step_time", "in_time_slices", b"in_time_slices", "job", b"job", "job_uid", b"job_uid", "kept_memory_bytes", b"kept_memory_bytes", "last_step_time", b"last_step_time", "level", b"level", "newest_order", b"newest_order", "order", b"order", "outcome", b"outcome", "peak_device_bytes", b"peak_device_bytes", "phase", b"phase", "progress", b"progress", "ranks", b"ranks", "repin_done", b"repin_done", "residue_bytes", b"residue_bytes", "stop_sequence", b"stop_sequence", "stop_step", b"stop_step", "threads", b"threads", "trouble", b"trouble", "working_set_bytes", b"working_set_bytes"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ObservedGang: typing_extensions.TypeAlias = ObservedGang
