@@ -31,6 +31,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, OutcomeKind
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.node_model import Node, NodeState
+from ganger_master.core.teams import TeamIndex
+from ganger_master.core.usage import standings
+from ganger_master.core.usage_model import UserUsage
 from ganger_master.runtime.publication import Distribution, MasterCounters
 from ganger_master.runtime.writer import Writer
 
@@ -38,7 +41,8 @@ from ganger_master.runtime.writer import Writer
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """What one scrape reads. `blockers`: the first reason of the last refusal of each waiting job; `answered`: when
-    each node called last, by the clock of `now`; `daemons`: how many hold a call."""
+    each node called last, by the clock of `now`; `daemons`: how many hold a call; `teams`: of the settings, none
+    without; `usages`: of all users."""
 
     now: float
     policy: str
@@ -54,6 +58,9 @@ class Snapshot:
     daemons: int
     approved: int
     meter: MasterCounters
+    teams: TeamIndex
+    usages: tuple[UserUsage, ...]
+    usage_half_life_s: float
 
 
 def take(writer: Writer, daemons: int, now: float) -> Snapshot:
@@ -74,6 +81,9 @@ def take(writer: Writer, daemons: int, now: float) -> Snapshot:
         daemons=daemons,
         approved=committed.counters.approved,
         meter=deepcopy(writer.meter),
+        teams=state.teams,
+        usages=tuple(committed.usage.values()) if state.teams else (),
+        usage_half_life_s=state.settings.usage_half_life_s,
     )
 
 
@@ -89,6 +99,7 @@ def families(snapshot: Snapshot, version: str) -> Iterator[Any]:
     yield from _of_jobs(snapshot)
     yield from _of_gangs(snapshot.gangs)
     yield from _of_nodes(snapshot)
+    yield from _of_teams(snapshot)
     yield from _of_the_meter(snapshot)
 
 
@@ -104,10 +115,14 @@ def gpus_of(node: Node, devices: int, row: NodeRow | None) -> Counter[str]:
     return Counter({state: free, "faulty": faulty, "busy": devices - free - faulty})
 
 
+def _is_waiting(job: JobRecord) -> bool:
+    # Held array members and jobs in backoff do not wait for resources.
+    return job.state is JobState.PENDING and not (job.held or job.again_at)
+
+
 def _of_jobs(snapshot: Snapshot) -> Iterator[Any]:
     live = [job for job in snapshot.jobs if job.state in _LIVE]
-    # Held array members and jobs in backoff do not wait for resources.
-    waiting = [job for job in live if job.state is JobState.PENDING and not (job.held or job.again_at)]
+    waiting = list(filter(_is_waiting, live))
     states = Counter(job.state.name.lower() for job in live)
     yield _gauges("ganger_jobs", "Jobs that have not ended.", "state", _all(states, (s.name.lower() for s in _LIVE)))
     yield _gauge("ganger_pending_gpus", "GPUs that pending jobs request.", sum(job.gpus for job in waiting))
@@ -164,6 +179,31 @@ def _of_nodes(snapshot: Snapshot) -> Iterator[Any]:
         for state in _GPU_STATES:
             family.add_metric([device_type, state], by_state[state])
     yield family
+
+
+# Label of the users without a team, as `ganger usage` prints it.
+_WITHOUT_TEAM: Final = "-"
+
+
+def _of_teams(snapshot: Snapshot) -> Iterator[Any]:
+    """Yield the use of teams, which settings name: their number does not grow with jobs or users."""
+    teams = snapshot.teams
+    found = standings(teams, snapshot.usages, snapshot.usage_half_life_s, snapshot.now) if teams else ()
+    about = (
+        ("ganger_team_share", "Part of the weights of all teams that a team has.", "share"),
+        ("ganger_team_used_share", "Part of the use of all users, recent use counting most, that is a team's.", "used"),
+        ("ganger_team_gpus", "GPUs that running jobs of a team use.", "running"),
+    )
+    for name, text, amount in about:
+        yield _gauges(name, text, "team", {one.team or _WITHOUT_TEAM: getattr(one, amount) for one in found})
+    wanted = {one.team or _WITHOUT_TEAM: 0 for one in found}
+    for job in snapshot.jobs if teams else ():
+        if _is_waiting(job):
+            name = teams.of(job.user) or _WITHOUT_TEAM
+            wanted[name] = wanted.get(name, 0) + job.gpus
+    yield _gauges("ganger_team_pending_gpus", "GPUs that pending jobs of a team request.", "team", wanted)
+    limits = {name: gpus for name in teams if (gpus := teams[name].gpus) is not None}
+    yield _gauges("ganger_team_gpus_limit", "Most GPUs that a team's users hold at once.", "team", limits)
 
 
 def _of_the_meter(snapshot: Snapshot) -> Iterator[Any]:

@@ -14,6 +14,7 @@ import yaml
 from ganger.cluster.resources import ConfigurationSet
 from ganger_master import metrics
 from ganger_master.core.node_model import Node
+from ganger_master.core.teams import Team, TeamIndex
 from ganger_master.runtime.publication import MasterCounters
 from prometheus_client import CollectorRegistry, ProcessCollector
 
@@ -75,6 +76,9 @@ def exported() -> dict[str, list[dict[str, str]]]:
         daemons=0,
         approved=0,
         meter=MasterCounters(),
+        teams=TeamIndex({"vision": Team(("ann",), gpus=4)}),
+        usages=(),
+        usage_half_life_s=1.0,
     )
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.state import State
-from ganger_master.core.teams import ALL_OTHER_USERS, NO_TEAM, limit_of, team_owner
+from ganger_master.core.teams import ALL_OTHER_USERS, NO_TEAM, TeamIndex, limit_of, team_owner
 from ganger_master.core.usage_model import DAY_S, UserUsage, decayed_at, gpu_s_since, used_until, with_gpus
 
 _MILLION: Final = 1_000_000
@@ -134,8 +134,7 @@ def standing(state: State, user: str, now: float) -> str:
     if not state.teams:
         return ""
     name = state.teams.of(user)
-    teams = {one.team: one for one in report(state, state.usage.values(), now, now)}
-    team = teams.get(name)
+    team = next((one for one in report(state, state.usage.values(), now, now) if one.team == name), None)
     whose = "users of no team" if name == NO_TEAM else f"team {name!r}"
     if team is None:
         return f"{whose} have used nothing of late"
@@ -168,32 +167,59 @@ class TeamReport(Struct, frozen=True, gc=False):
     users: tuple[UserReport, ...]
 
 
+class TeamStanding(Struct, frozen=True, gc=False):
+    """The use and the share of one team; the name of those without a team is empty. used: its part of the decayed use
+    of all users, to be compared with share, its part of the weights of all teams. running: GPUs of running gangs."""
+
+    team: str
+    used: float
+    share: float
+    running: float
+
+
+def standings(
+    teams: TeamIndex, usages: Iterable[UserUsage], half_life_s: float, now: float
+) -> tuple[TeamStanding, ...]:
+    """Return the use and the share of all teams, in the order of the settings, then of those without a team, if they
+    have used anything. `usages`: the rows of users; `half_life_s`: as in the settings; `now`: Unix seconds."""
+    used: dict[str, float] = dict.fromkeys(teams, 0.0)
+    running: dict[str, float] = dict.fromkeys(teams, 0.0)
+    for usage in usages:
+        name = teams.of(usage.user)
+        used[name] = used.get(name, 0.0) + decayed_at(usage, now, half_life_s)
+        running[name] = running.get(name, 0.0) + usage.gpus
+    whole, weights = sum(used.values()), sum([teams[name].weight for name in used])
+    return tuple(
+        [
+            TeamStanding(name, amount / whole if whole else 0.0, teams[name].weight / weights, running[name])
+            for name, amount in used.items()
+        ]
+    )
+
+
 def report(state: State, usages: Iterable[UserUsage], since: float, now: float) -> tuple[TeamReport, ...]:
     """Return the use of all teams since the beginning of a day; teams first in the order of the settings.
 
     `usages`: the rows of users. `since`: Unix seconds in that day (UTC)."""
     half_life_s, teams, limits = state.settings.usage_half_life_s, state.teams, state.settings.quota_devices
     known = {usage.user: usage for usage in usages}
-    decayed = {user: decayed_at(usage, now, half_life_s) for user, usage in known.items()}
-    whole = sum(decayed.values())
+    whole = sum([decayed_at(usage, now, half_life_s) for usage in known.values()])
+    standing_of = {one.team: one for one in standings(teams, known.values(), half_life_s, now)}
     named = [user for name in teams for user in teams[name].users if user != ALL_OTHER_USERS]
     by_team: dict[str, list[str]] = {name: [] for name in teams}
     for user in sorted({*known, *named}):
         by_team.setdefault(teams.of(user), []).append(user)
-    weights = sum([teams[name].weight for name in by_team])
     day = int(since // DAY_S)
 
     def user_report(user: str) -> UserReport:
         usage = known.get(user) or UserUsage(user, now)
         gpu_s = gpu_s_since(used_until(usage, now, half_life_s), day)
-        part = decayed.get(user, 0.0) / whole if whole else 0.0
+        part = decayed_at(usage, now, half_life_s) / whole if whole else 0.0
         return UserReport(user, gpu_s, part, usage.gpus, limit_of(limits, user))
 
     found = []
     for name, users in by_team.items():
         reports = tuple([user_report(user) for user in users])
-        weight = teams[name].weight
-        used = sum([one.used for one in reports])
-        limit = None if name == NO_TEAM else limit_of(limits, team_owner(name))
-        found.append(TeamReport(name, weight, weight / weights, used, limit, reports))
+        limit, own = None if name == NO_TEAM else limit_of(limits, team_owner(name)), standing_of[name]
+        found.append(TeamReport(name, teams[name].weight, own.share, own.used, limit, reports))
     return tuple(found)
