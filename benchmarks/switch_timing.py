@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -13,6 +12,7 @@ from typing import NamedTuple, TypeVar
 from ganger.injob.page import Page, now_ns
 from ganger.injob.page_access import PageError
 from ganger.injob.page_layout import PageOrderKind, PageState, Word
+from ganger.program_log import read_line
 from ganger_daemon.node.process_identity import anonymous_bytes
 
 from benchmarks.bench_cluster import BenchCluster
@@ -113,8 +113,8 @@ def switch_of(line: str) -> SwitchTiming | None:
     """What a line of a daemon's log tells of a switch; None if it is about something else."""
     if "row switched" not in line:
         return None
+    fields = read_line(line)
     try:
-        fields = json.loads(line)
         milliseconds = int(datetime.datetime.fromisoformat(str(fields["time"])).timestamp() * 1000)
         return SwitchTiming(milliseconds * 1_000_000, float(fields.get("switch_seconds", 0.0)))
     except (ValueError, KeyError, TypeError):

@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast
 import grpc
 
 from ganger.job import FINISHED, Job, suspend_level
+from ganger.tracing import tracer
 from ganger.v1 import array_pb2, job_pb2, node_pb2, resources_pb2, usage_pb2
 from ganger.v1 import job_service_pb2 as api
 from ganger.v1.job_service_pb2_grpc import JobServiceStub
@@ -99,8 +100,11 @@ class Client:
         `Job.scheduler_log`. Raises SpecInvalid if it cannot be loaded."""
         request = api.CreateJobRequest(spec=spec, request_id=request_id or _fresh_id())
         check_size(request, "/ganger.v1.JobService/CreateJob", "put large environment values and arguments into files")
+        began_s = time.time()
         if not spec.scheduler:
-            return Job(self, self._submitted(self._jobs.CreateJob, request))
+            job = Job(self, self._submitted(self._jobs.CreateJob, request))
+            tracer().add(job.message.uid, "submit", began_s, time.time())
+            return job
         from ganger.scheduling.cli import DetachedScheduler
 
         with DetachedScheduler(spec.scheduler, self._master) as scheduler:

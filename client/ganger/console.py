@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from ganger.text import os_failure, os_reason
+from ganger.text import CONTROLS, os_failure, os_reason, visible
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -102,21 +102,9 @@ class Directory(click.ParamType):  # type: ignore[type-arg]  # generic only in n
         return [CompletionItem(text, type="dir")]
 
 
-# Control codes, which move the cursor, colour, or rename the window; ends of lines that are none; marks that turn the
-# direction of what follows; bytes that were no text. Marks that join the parts of one sign stay.
-_CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 # A whole colour, or a sign that is written out.
-_CONTROLS_OF_LOGS = re.compile(f"\x1b\\[[0-9;:]{{0,64}}m|(?![\n\t\r]){_CONTROLS.pattern}")
+_CONTROLS_OF_LOGS = re.compile(f"\x1b\\[[0-9;:]{{0,64}}m|(?![\n\t\r]){CONTROLS.pattern}")
 _BEGUN_COLOUR = re.compile(r"\x1b(?:\[[0-9;:]{0,64})?\Z")
-_CONTROLS_BUT_NEWLINE = re.compile(f"(?!\n){_CONTROLS.pattern}")
-
-
-def visible(text: str, lines: bool = False) -> str:
-    """The text with each sign that a terminal would obey written out, as Python does: \\x1b. With `lines` newlines stay
-    what they are."""
-    if text.isprintable():
-        return text
-    return (_CONTROLS_BUT_NEWLINE if lines else _CONTROLS).sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def cells(text: str) -> int:

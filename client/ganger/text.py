@@ -1,5 +1,5 @@
 """Amounts as people write them ("16G", "2h30m", "1.5" cores), as numbers; and numbers, counts and errors of the
-system as people read them. In ranks, in programs and in commands."""
+system as people read them; and texts of others, safe for a terminal. In ranks, in programs and in commands."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ _DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|d|h|m|s)")
 _CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d{2})(?::(\d{2}))?")
 _DAYS_HOURS = re.compile(r"(\d+)-(\d+)")
 _BARE = re.compile(r"\d+(\.\d+)?")
+# Control codes, which move the cursor, colour, or rename the window; ends of lines that are none; marks that turn the
+# direction of what follows; bytes that were no text. Marks that join the parts of one sign stay.
+CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_CONTROLS_BUT_NEWLINE = re.compile(f"(?!\n){CONTROLS.pattern}")
 
 
 def parse_memory(text: object) -> int:
@@ -160,3 +164,11 @@ def os_failure(error: Exception) -> str:
     """Return "PATH: reason" for an error that names a path, else the reason alone."""
     path = getattr(error, "filename", None)
     return os_reason(error) if path is None else f"{path}: {os_reason(error)}"
+
+
+def visible(text: str, lines: bool = False) -> str:
+    """The text with each sign that a terminal would obey written out, as Python does: \\x1b. With `lines` newlines stay
+    what they are."""
+    if text.isprintable():
+        return text
+    return (_CONTROLS_BUT_NEWLINE if lines else CONTROLS).sub(lambda found: ascii(found[0])[1:-1], text)

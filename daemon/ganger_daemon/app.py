@@ -433,7 +433,7 @@ class Daemon:
                 # it holds images that are moved
                 self.host.launchers.let_go(used | {self.host.launchers.restorer_key})
                 for event in self.host.devices.take_events():
-                    log.warning("device event", extra={"device": event.device, "event": event.message})
+                    log.warning("device event", extra={"device": event.device, "reason": event.message})
                 if self.host.devices.faults() != faults:
                     faults = dict(self.host.devices.faults())
                     self.host.changed()

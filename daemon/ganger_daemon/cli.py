@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -176,13 +172,16 @@ def daemon(
 ) -> None:
     """Run the daemon of this node. SIGTERM ends the daemon only: jobs continue, and the next daemon takes them over."""
     from ganger.console import CommandError, ExitCode
+    from ganger.program_log import set_up_log
+    from ganger.tracing import set_up_tracing
 
     from ganger_daemon.app import DaemonSettings, run_daemon
     from ganger_daemon.claimed_directories import DaemonError, DaemonObstacle
     from ganger_daemon.devices.virtual import VirtualSpec
     from ganger_daemon.node.hooks import NodeHooks
 
-    _start_logging(verbose)
+    set_up_log("daemon", "debug" if verbose else "info")
+    set_up_tracing("daemon")
     if gpus is not None:
         if topology == "":
             raise click.UsageError("--topology: '' is none; leave it out for one group of all devices")
@@ -202,28 +201,3 @@ def daemon(
             DaemonObstacle.RIGHTS: ExitCode.NOT_PERMITTED,
         }
         raise CommandError(str(error), codes[error.obstacle]) from error
-
-
-def _start_logging(verbose: bool) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines())
-    logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, handlers=[handler])
-    for noisy in ("asyncio", "grpc"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-
-
-class JsonLines(logging.Formatter):
-    """One JSON object a line: time, level, event, and the fields of `extra`."""
-
-    _KNOWN = frozenset(vars(logging.makeLogRecord({})))
-
-    def format(self, record: logging.LogRecord) -> str:
-        fields = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
-            "level": record.levelname,
-            "event": record.getMessage(),
-        }
-        fields |= {key: value for key, value in vars(record).items() if key not in {*self._KNOWN, "message"}}
-        if record.exc_info:
-            fields["exception"] = self.formatException(record.exc_info)
-        return json.dumps(fields, default=str)

@@ -61,11 +61,14 @@ def master(context: click.Context, /, config_file: Path | None, **flags: str | P
         return
     import asyncio
 
+    from ganger.program_log import set_up_log
+    from ganger.tracing import set_up_tracing
+
     from ganger_master import app
-    from ganger_master.runtime import process_setup
 
     settings = _settings(config_file, flags)
-    process_setup.set_up_logs(settings.log_level)
+    set_up_log("master", settings.log_level)
+    set_up_tracing("master")
     with _explained():
         try:
             was_asked = asyncio.run(app.run(settings, lambda line: click.echo(line)))

@@ -211,7 +211,7 @@ def test_what_an_earlier_run_logged_is_not_told_again(tmp_path: Path) -> None:
 
 
 def test_what_a_program_logged_last_as_an_error_is_told(tmp_path: Path) -> None:
-    told = ({"level": "ERROR", "event": "a", "error": "no such master"}, {"level": "INFO", "event": "b"})
+    told = ({"level": "error", "event": "a", "error": "no such master"}, {"level": "info", "event": "b"})
     path = tmp_path / "n1.log"
     path.write_text("\n".join(map(json.dumps, told)) + "\n[1]\nTraceback\n")
     assert cluster.last_error(path) == "no such master"

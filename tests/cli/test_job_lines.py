@@ -8,7 +8,8 @@ import pytest
 from ganger.cli import job_table
 from ganger.cli.job_details import pairs
 from ganger.cli.order_wait import obstacle
-from ganger.console import bounded, cells, visible, without_spare
+from ganger.console import bounded, cells, without_spare
+from ganger.text import visible
 from ganger.v1 import array_pb2, job_pb2, resources_pb2
 
 

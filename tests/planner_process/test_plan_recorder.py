@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from ganger import program_log
 from ganger.cli.main import run
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.plan_changes import CoresChange, Goal, TrialFinding
@@ -34,7 +35,6 @@ from ganger_master.planner_process.plan_recorder import PlanRecorder
 from ganger_master.planner_process.run import Planner
 from ganger_master.policies.trials import TrialPace
 from ganger_master.rpc import scheduling_service
-from ganger_master.runtime import process_setup
 from msgspec.structs import replace
 from planner_process.test_planner import on_a_master, planning, state_of
 from planner_process.test_tuning import PACE, Fleet
@@ -365,7 +365,7 @@ def test_the_command_makes_the_directory_of_recordings_or_reports_why_it_cannot(
         return
 
     monkeypatch.setattr(Planner, "run", end_at_once)
-    monkeypatch.setattr(process_setup, "set_up_logs", lambda level: None)
+    monkeypatch.setattr(program_log, "set_up_log", lambda program: None)
     (tmp_path / "file").touch()
     wanted = tmp_path / "file" / "records"
     assert run(["planner", "run", "--record", str(wanted)]) == 2

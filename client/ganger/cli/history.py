@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ganger.cli.options import Selection, array_of, each_of, filter_options, json_option, open_client, split
-from ganger.console import CommandError, ExitCode, plain, print_json, print_json_line, print_line, print_table, visible
-from ganger.text import format_duration, parse_duration
+from ganger.console import CommandError, ExitCode, plain, print_json, print_json_line, print_line, print_table
+from ganger.text import format_duration, parse_duration, visible
 
 if TYPE_CHECKING:
     from ganger.client import Client

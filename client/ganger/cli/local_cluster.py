@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from ganger.cli.options import number
 from ganger.console import CommandError, ExitCode
 from ganger.injob.process_identity import start_ticks
+from ganger.program_log import read_line
 from ganger.text import os_failure
 from ganger.wire.endpoints import remove_endpoint
 
@@ -422,10 +423,9 @@ def last_error(path: Path) -> str:
     """Return the last error in the log of a program; empty if there is none."""
     for line in reversed(tail(path, lines=100).splitlines()):
         # Of what it runs, or of Python's, there may be other lines.
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            told = json.loads(line)
-            if told["level"] == "ERROR":
-                return str(told.get("error") or told["event"])
+        fields = read_line(line.strip())
+        if fields.get("level") == "error":
+            return str(fields.get("error") or fields["event"])
     return ""
 
 

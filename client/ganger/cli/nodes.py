@@ -13,8 +13,8 @@ from click.shell_completion import CompletionItem
 
 from ganger.cli.options import CompletedType, NodeType, confirm, json_option, number, open_client, yes_option
 from ganger.cluster.resources import UNLIMITED_MB_PER_S
-from ganger.console import CommandError, ExitCode, enum_text, print_json, print_line, print_pairs, print_table, visible
-from ganger.text import counted, format_cores, format_duration, format_memory
+from ganger.console import CommandError, ExitCode, enum_text, print_json, print_line, print_pairs, print_table
+from ganger.text import counted, format_cores, format_duration, format_memory, visible
 from ganger.wire import times
 
 if TYPE_CHECKING:

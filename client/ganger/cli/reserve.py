@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from ganger.cli.options import json_option, open_client
-from ganger.console import CommandError, ExitCode, print_json, print_pairs, print_table, visible
-from ganger.text import format_duration, parse_duration
+from ganger.console import CommandError, ExitCode, print_json, print_pairs, print_table
+from ganger.text import format_duration, parse_duration, visible
 from ganger.wire import times
 from ganger.wire.errors import ReservationNotFound
 

@@ -31,6 +31,7 @@ from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.resources import Claim, GangShape, NodeRow, Role, TaskShape, exceeds
 from ganger.cluster.view import LoadMode, View
 from ganger.job import FINISHED
+from ganger.program_log import set_up_log
 from ganger.scheduling import MOST_CANDIDATES, DefaultScheduler, JobScheduler, PlacementLease, Proposal
 from ganger.scheduling.program import first_end, until_stopped, why_away
 from ganger.v1 import job_service_pb2, job_service_pb2_grpc, resources_pb2, scheduling_pb2, scheduling_pb2_grpc
@@ -446,7 +447,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--state-dir", help="state directory of the master, or its address")
     parser.add_argument("--until-stdin-closes", action="store_true", help="end when standard input closes")
     options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    set_up_log("scheduler")
     host = SchedulerHost(lambda: find_endpoint(options.state_dir))
     asyncio.run(until_stopped(host.run(), options.until_stdin_closes))
     return 0

@@ -15,6 +15,7 @@ from ganger.failpoints import hit
 from ganger.injob.page_access import PageError
 from ganger.injob.page_layout import PageState
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
+from ganger.tracing import start_of_gang, tracer
 
 from ganger_daemon.core import gang_judgement
 from ganger_daemon.core.gang_judgement import PartPhase, next_look
@@ -57,6 +58,7 @@ class LocalGang:
         judged = JudgedState(gang_judgement.Judgement(PartPhase.STARTING), self._orders.wanted, desired)
         self.report = GangReport(self.parts, judged)
         self._phase_changed = phase_changed
+        self._made_at = self._launched_at = time.time()  # By the clock that spans of all nodes share
         self._socket: JobSocketServer | None = None
         self._packets = PacketLog(desired.job)
         self._logs = LogMirror(self.context, desired.job)
@@ -273,6 +275,8 @@ class LocalGang:
             # Release cores before the next gang on these devices claims them.
             parts.pinning.give_up()
         if self.phase is not before:
+            if before is PartPhase.STARTING and self.phase is PartPhase.RUNNING:
+                self._trace("first step", self._launched_at, time.time())
             self._phase_changed()
             if parts.is_live and self.context.pages.readable:
                 parts.boundary.relay(self.wanted, self.phase)
@@ -392,6 +396,8 @@ class LocalGang:
         if self.launched:
             self._write_notes()
             log.info("gang launched", extra={"job": self.desired.job, "epoch": self.desired.epoch})
+            self._launched_at = time.time()
+            self._trace("launch", self._made_at, self._launched_at)
             if self.wanted.intent is OrderIntent.PREPARE:
                 hit("after-prepare")
         self.wake()
@@ -460,6 +466,22 @@ class LocalGang:
             is_saving_itself=bool(parts.escalation.asked_to_save_s) and not parts.exits.awaited,
             is_in_hook=parts.launching.hooks.is_running,
             is_agreeing=pages.readable and bool(parts.boundary.in_flight(self.wanted, phase)),
+        )
+
+    def _trace(self, what: str, begin_s: float, end_s: float) -> None:
+        desired, node = self.desired, self.context.host.node
+        figures: dict[str, str | int] = {
+            "ganger.node": node,
+            "ganger.epoch": desired.epoch,
+            "ganger.ranks": len(self.context.part.ranks),
+        }
+        tracer().add(
+            desired.job_uid,
+            f"{what} on {node}",
+            begin_s,
+            end_s,
+            parent=start_of_gang(desired.epoch),
+            attributes=figures,
         )
 
     def _write_notes(self) -> None:

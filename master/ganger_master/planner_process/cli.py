@@ -48,12 +48,12 @@ def run(
     import asyncio
 
     from ganger.console import CommandError, ExitCode
+    from ganger.program_log import set_up_log
     from ganger.scheduling.program import until_stopped
     from ganger.wire.endpoints import find_endpoint
 
     from ganger_master.config import parse_duration
     from ganger_master.planner_process.run import NoPlannerError, Planner
-    from ganger_master.runtime import process_setup
 
     try:
         seconds = parse_duration(plan_every) if plan_every else None
@@ -61,7 +61,7 @@ def run(
         raise click.UsageError(f"--plan-every: {error}") from error
     if record_to is not None:
         _make_directory(record_to)
-    process_setup.set_up_logs("info")
+    set_up_log("planner")
     where = master or context.find_root().obj
     # Later a master that is away comes back; one that never was does not.
     find_endpoint(where)

@@ -19,6 +19,7 @@ from operator import itemgetter
 from typing import Any, Final, TypeAlias, TypeVar
 
 from ganger.failpoints import Failpoints
+from ganger.tracing import tracer
 from ganger.wire.errors import AlreadyRecording, ApiError, Internal, NotReady
 
 from ganger_master.core import machine
@@ -32,6 +33,7 @@ from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 from ganger_master.core.state_image import restored
 from ganger_master.decision_log.recorder import AttachedRecording, DecisionRecording
+from ganger_master.runtime.job_traces import JobTraces
 from ganger_master.runtime.leadership import Ownership
 from ganger_master.runtime.publication import CommittedState, LeaseStreams, MasterCounters, Publication, publication_of
 from ganger_master.runtime.state_directory import DatabaseMarks
@@ -112,6 +114,7 @@ class Writer:
         self.committed = CommittedState()
         self.lease_streams = LeaseStreams()
         self.meter = MasterCounters()
+        self._traces = JobTraces(tracer())
         self.state = State(settings, clock())
         # Set when the writer cannot continue: another master has taken the store over, or it is closed.
         self.stopped = asyncio.Event()
@@ -370,6 +373,7 @@ class Writer:
         if sealed.turns:
             self._give(sealed.turns)
         self.meter.happened(sealed.effects.history)
+        self._traces.happened(sealed.effects.history, self.committed.jobs)
         if sealed.effects.wake_at is not None:
             self._set_alarm(sealed.effects.wake_at)
 

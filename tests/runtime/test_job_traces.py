@@ -1,0 +1,74 @@
+"""Spans of the master, from what is durable."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import pytest
+from ganger.cluster.resources import Role, TaskShape
+from ganger.tracing import ROOT, JobTracer
+from ganger_master.core.events import HistoryRow
+from ganger_master.core.job_model import JobRecord, JobSpec
+from ganger_master.runtime.job_traces import JobTraces
+
+pytest.importorskip("opentelemetry.sdk")
+
+UID = str(uuid.uuid4())
+SUBMITTED = ("job_submitted", {})
+FIRST, SECOND = ("gang_approved", {"epoch": "1", "waited_s": "1"}), ("gang_approved", {"epoch": "2", "waited_s": "2"})
+RUNNING, FAILED, ENDED = ("gang_running", {}), ("attempt_failed", {}), ("job_failed", {})
+
+
+def spans_of(*entries: tuple[str, dict[str, str]]) -> list[tuple[str, float, float, str]]:
+    """(name, begin, end, error) of each span, for entries at 10, 20, ... seconds."""
+    found: list[Any] = []
+    traces = JobTraces(JobTracer(found.append))
+    job = JobRecord(7, UID, "ann", JobSpec(("train",), (Role("worker", 1, TaskShape(1)),)), 10.0)
+    for place, (kind, figures) in enumerate(entries, 1):
+        traces.happened([HistoryRow(place, place * 10.0, "jobs/7", kind, "user:ann", "why", figures)], {7: job})
+    return [(span.name, span.start_time / 1e9, span.end_time / 1e9, span.status.description or "") for span in found]
+
+
+@pytest.mark.parametrize(
+    ("entries", "spans"),
+    [
+        (
+            (SUBMITTED, FIRST, RUNNING),
+            [("wait for gang 1", 19, 20, ""), ("start of gang 1", 20, 30, ""), (ROOT, 10, 30, "")],
+        ),
+        (
+            (SUBMITTED, FIRST, FAILED, SECOND, RUNNING),
+            [
+                ("wait for gang 1", 19, 20, ""),
+                ("start of gang 1", 20, 30, "why"),
+                ("wait for gang 2", 38, 40, ""),
+                ("start of gang 2", 40, 50, ""),
+                (ROOT, 10, 50, ""),
+            ],
+        ),
+        ((SUBMITTED, ENDED), [(ROOT, 10, 20, "why")]),
+        # Later starts of a job that has made a step once.
+        (
+            (SUBMITTED, FIRST, RUNNING, SECOND, RUNNING, ENDED),
+            [
+                ("wait for gang 1", 19, 20, ""),
+                ("start of gang 1", 20, 30, ""),
+                (ROOT, 10, 30, ""),
+                ("wait for gang 2", 38, 40, ""),
+                ("start of gang 2", 40, 50, ""),
+            ],
+        ),
+        # Of a former master's submission nothing is known.
+        ((FIRST, RUNNING), [("wait for gang 1", 9, 10, ""), ("start of gang 1", 10, 20, "")]),
+        ((RUNNING, ENDED), []),
+    ],
+)
+def test_the_start_of_a_job_is_one_trace(entries: Any, spans: list[tuple[str, float, float, str]]) -> None:
+    assert spans_of(*entries) == spans
+
+
+def test_without_a_collector_nothing_is_kept() -> None:
+    traces = JobTraces(JobTracer())
+    traces.happened([HistoryRow(1, 1.0, "jobs/7", "job_submitted", "user:ann")], {})
+    assert not traces._starts
