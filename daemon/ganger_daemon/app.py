@@ -422,7 +422,7 @@ class Daemon:
 
     async def _tend(self) -> None:
         known = (self.host.storage.path, self.host.storage.token)
-        faults: dict[int, str] = {}
+        faults: tuple[dict[int, str], dict[int, str]] = {}, {}
         while True:
             await asyncio.sleep(_REVIVE_S)
             try:
@@ -434,8 +434,9 @@ class Daemon:
                 self.host.launchers.let_go(used | {self.host.launchers.restorer_key})
                 for event in self.host.devices.take_events():
                     log.warning("device event", extra={"device": event.device, "reason": event.message})
-                if self.host.devices.faults() != faults:
-                    faults = dict(self.host.devices.faults())
+                found = self.host.devices.faults(), self.host.devices.warnings()
+                if found != faults:
+                    faults = found
                     self.host.changed()
                 if (self.host.storage.path, self.host.storage.token) != known:
                     known = (self.host.storage.path, self.host.storage.token)

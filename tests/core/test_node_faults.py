@@ -262,3 +262,13 @@ def test_a_start_between_them_clears_the_node() -> None:
     fails_to_launch(drive, third, "n1")
     starts_on(drive, third, "n2")
     assert drive.state.nodes["n1"].takes_gangs
+
+
+def test_a_device_that_is_slowed_down_takes_jobs_and_is_shown_until_it_is_not() -> None:
+    drive = Drive()
+    for warnings in ({2: "too hot"}, {}):
+        drive.observations += 1
+        drive.step(Observe("n1", drive.sessions["n1"], drive.observations, 0, device_warnings=warnings))
+        assert drive.state.nodes["n1"].device_warnings == warnings
+        assert drive.state.nodes["n1"].takes_gangs
+        assert drive.state.view.row("n1").free_mask == 0b1111

@@ -51,6 +51,7 @@ class NodeBook:
     observation: int = 0
     # Why the node is out of service, by source.
     faults: dict[str, str] = field(default_factory=dict)
+    warnings: dict[int, str] = field(default_factory=dict)
     # Epochs whose spec is held back, as if there were no room for it, and those whose spec the daemon requests.
     late: set[int] = field(default_factory=set)
     missed: tuple[int, ...] = ()
@@ -122,7 +123,7 @@ class FakeMaster(agent_pb2_grpc.AgentServiceServicer):
             if request.changed:
                 book.observed = {gang.epoch: gang for gang in (*book.parts, *request.gangs)}
                 book.parts = []
-                book.faults = dict(request.node_faults)
+                book.faults, book.warnings = dict(request.node_faults), dict(request.device_warnings)
             book.observation = request.observation
             self.changed.notify_all()
             deadline = time.monotonic() + request.max_wait.ToTimedelta().total_seconds()

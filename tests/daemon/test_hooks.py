@@ -325,3 +325,13 @@ def test_a_node_without_gangs_is_checked_before_its_master_hears_of_it() -> None
         assert "no InfiniBand" in made.master.book("n1").faults["health_check"]
 
     run(story)
+
+
+def test_a_device_that_is_slowed_down_is_reported_until_it_is_not() -> None:
+    async def story(made: Cluster) -> None:
+        daemon = await made.daemon("n1")
+        for warnings in ({1: "it is too hot"}, {}):
+            daemon.host.devices.warnings = lambda warnings=warnings: warnings  # type: ignore[method-assign, misc]
+            await asyncio.to_thread(eventually, lambda wanted=warnings: made.master.book("n1").warnings == wanted)
+
+    run(story)

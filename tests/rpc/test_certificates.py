@@ -277,6 +277,7 @@ def test_a_daemon_speaks_for_its_own_node_only(tmp_path: Path) -> None:
     "report",
     [
         agent_pb2.ReconcileRequest(device_faults={(1 << 32) - 1: "broken"}),
+        agent_pb2.ReconcileRequest(device_warnings={(1 << 32) - 1: "too hot"}),
         agent_pb2.ReconcileRequest(
             gangs=[
                 agent_pb2.ObservedGang(job_uid="u", epoch=1, order=agent_pb2.OrderKey(master_sequence=(1 << 64) - 1))

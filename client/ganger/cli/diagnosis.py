@@ -230,6 +230,10 @@ def node_findings(node: Node) -> Iterator[Finding]:
     findings += [Finding(FAIL, name, fault, advice) for _, fault in sorted(node.faults.items())]
     faults = [f"GPU {device}: {fault}" for device, fault in sorted(node.device_faults.items())]
     findings += [Finding(FAIL, name, fault, "mend or replace it; until then no job gets it") for fault in faults]
+    findings += [
+        Finding(WARN, name, f"GPU {device}: {why}", "jobs on it are slower, and with them all ranks of their gangs")
+        for device, why in sorted(node.device_warnings.items())
+    ]
     if node.launch_failures:
         found = f"{counted(node.launch_failures, 'job')} in a row did not start here: {node.launch_failure}"
         findings.append(Finding(FAIL, name, found, f"mend the cause, then: ganger uncordon {name}"))

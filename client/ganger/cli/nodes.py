@@ -289,8 +289,8 @@ def show(node: str, as_json: bool) -> None:
 
 def fault_texts(node: Node) -> list[str]:
     """Return what is out of order on a node and its devices, one text each."""
-    devices = [f"device {index}: {why}" for index, why in sorted(node.device_faults.items())]
-    return [*(why for _, why in sorted(node.faults.items())), *devices]
+    found = (*sorted(node.device_faults.items()), *sorted(node.device_warnings.items()))
+    return [*(why for _, why in sorted(node.faults.items())), *[f"device {index}: {why}" for index, why in found]]
 
 
 def free_bandwidth(row: NodeState) -> str:
@@ -351,10 +351,11 @@ def rows(answer: ListNodesResponse) -> list[tuple[str, ...]]:
 
 def reason_text(node: Node) -> str:
     """Why a node is as it is, and what is out of order on it."""
-    faults = len(node.device_faults)
+    faults, slow = len(node.device_faults), len(node.device_warnings)
     reasons = (
         node.state_reason,
         f"{counted(faults, 'device')} out of service" if faults else "",
+        f"{counted(slow, 'device')} slowed down" if slow else "",
         f"{len(node.quarantined)} unknown gangs quarantined" if node.quarantined else "",
         launches_text(node),
     )

@@ -588,6 +588,23 @@ class Node(google.protobuf.message.Message):
         _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["key", b"key", "value", b"value"]
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
+    @typing.final
+    class DeviceWarningsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.int
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.int = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["key", b"key", "value", b"value"]
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
     NAME_FIELD_NUMBER: builtins.int
     MACHINE_UUID_FIELD_NUMBER: builtins.int
     CONFIGURATION_SET_FIELD_NUMBER: builtins.int
@@ -607,6 +624,7 @@ class Node(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     FAULTS_FIELD_NUMBER: builtins.int
     RESERVATION_FIELD_NUMBER: builtins.int
+    DEVICE_WARNINGS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """"nodes/{node}"."""
     machine_uuid: builtins.str
@@ -648,6 +666,10 @@ class Node(google.protobuf.message.Message):
     def faults(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Why the node itself is out of service, by source ("health_check"); its daemon alone returns it."""
 
+    @property
+    def device_warnings(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.str]:
+        """Devices in service that are slower than they should be, and why, by index."""
+
     def __init__(
         self,
         *,
@@ -670,10 +692,11 @@ class Node(google.protobuf.message.Message):
         version: builtins.str = ...,
         faults: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         reservation: builtins.str = ...,
+        device_warnings: collections.abc.Mapping[builtins.int, builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["last_seen_time", b"last_seen_time", "view_entry", b"view_entry"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "configuration_set", b"configuration_set", "device_faults", b"device_faults", "fabric", b"fabric", "faults", b"faults", "last_seen_time", b"last_seen_time", "launch_failure", b"launch_failure", "launch_failures", b"launch_failures", "machine_uuid", b"machine_uuid", "name", b"name", "peer_address", b"peer_address", "quarantined", b"quarantined", "rack", b"rack", "refusal", b"refusal", "reservation", b"reservation", "state", b"state", "state_reason", b"state_reason", "version", b"version", "view_entry", b"view_entry"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "configuration_set", b"configuration_set", "device_faults", b"device_faults", "device_warnings", b"device_warnings", "fabric", b"fabric", "faults", b"faults", "last_seen_time", b"last_seen_time", "launch_failure", b"launch_failure", "launch_failures", b"launch_failures", "machine_uuid", b"machine_uuid", "name", b"name", "peer_address", b"peer_address", "quarantined", b"quarantined", "rack", b"rack", "refusal", b"refusal", "reservation", b"reservation", "state", b"state", "state_reason", b"state_reason", "version", b"version", "view_entry", b"view_entry"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Node: typing_extensions.TypeAlias = Node

@@ -140,6 +140,10 @@ class Devices(ABC):
         with self._lock:
             return dict(self._faults)
 
+    def warnings(self) -> dict[int, str]:
+        """Devices in service that are slower than they should be, by index, and why."""
+        return {}
+
     def close(self) -> None:
         """Release what is open."""
 
@@ -151,6 +155,36 @@ class Devices(ABC):
                 self._faults.setdefault(event.device, event.message)
             self._events.append(event)
             del self._events[:-MAX_EVENTS]
+
+
+# What holds the clock of a device down for its own protection, by the driver's bits. A limit that operators set and the
+# power limit, which holds down a device that works hard, are no reason to worry.
+_SLOWDOWNS: Mapping[int, str] = {
+    0x40: "its clock is held down because it is too hot: look at its cooling",
+    0x20: "its clock is held down because it or its memory is too hot: look at its cooling",
+    0x80: "its clock is held down by the power brake: look at the power supply",
+    0x08: "its clock is held down by its hardware: look at its cooling and power supply",
+}
+_WARNED_S = 60.0
+
+
+@dataclass(slots=True)
+class SlowdownWatch:
+    """Whether a device is slowed down for long: from a minute in which it was so more often than not on, until it has
+    not been for as long as it was. `reason`: why it is; empty: it is not."""
+
+    reason: str = ""
+    _slow_s: float = 0.0
+
+    def add(self, reasons: int, passed_s: float) -> None:
+        """Note a look. `reasons`: the driver's bits; `passed_s`: seconds since the look before."""
+        found = next((text for bit, text in _SLOWDOWNS.items() if reasons & bit), "")
+        change = passed_s if found else -passed_s
+        self._slow_s = min(2 * _WARNED_S, max(0.0, self._slow_s + change))
+        if found and self._slow_s >= _WARNED_S:
+            self.reason = found
+        elif not self._slow_s:
+            self.reason = ""
 
 
 # Locality level by the driver's code of the closest common ancestor of two devices.

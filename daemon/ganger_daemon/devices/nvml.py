@@ -21,6 +21,7 @@ from ganger_daemon.devices.inventory import (
     Device,
     Devices,
     GpuServer,
+    SlowdownWatch,
     ecc_event,
     inventory_of,
     lost_event,
@@ -72,6 +73,7 @@ class NvmlDevices(Devices):
         self._stop = threading.Event()
         self._health = "events"
         self._ecc = [self._ecc_errors(i) for i in range(len(self._handles))]
+        self._slowdowns = [SlowdownWatch() for _ in self._handles]
         self._watcher = threading.Thread(target=self._watch, name="device-health", daemon=True)
         self._watcher.start()
 
@@ -201,6 +203,10 @@ class NvmlDevices(Devices):
         )
         return found or inventory.cpus_near(bus_id)
 
+    def warnings(self) -> dict[int, str]:
+        found = {index: watch.reason for index, watch in enumerate(self._slowdowns)}
+        return {index: reason for index, reason in found.items() if reason}
+
     def _ask(self, call: Callable[..., Any] | None, *arguments: Any) -> Any:
         if call is None:
             return None
@@ -224,7 +230,10 @@ class NvmlDevices(Devices):
         return UNREADABLE if not sizes or None in sizes else sum(sizes)
 
     def _watch(self) -> None:
-        events = self._register()
+        events, looked_at = self._register(), time.monotonic()
+        # Under its newer name, and as drivers before 535 have it.
+        names = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
+        reasons_of = next((call for name in names if (call := getattr(self._nvml, name, None)) is not None), None)
         while not self._stop.is_set():
             if events is None:
                 self._stop.wait(self._wait_ms / 1000)
@@ -236,6 +245,9 @@ class NvmlDevices(Devices):
                 if errors > self._ecc[index]:
                     self._ecc[index] = errors
                     self._note(ecc_event(index, errors))
+            before, looked_at = looked_at, time.monotonic()
+            for watch, handle in zip(self._slowdowns, self._handles, strict=True):
+                watch.add(int(self._ask(reasons_of, handle) or 0), looked_at - before)
         if events is not None:
             self._ask(self._nvml.nvmlEventSetFree, events)
 

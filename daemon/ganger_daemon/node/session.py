@@ -154,13 +154,15 @@ class SupersededError(Exception):
 
 class NodeReport(NamedTuple):
     """Observed state of a node, as one message of a session has it. `node_faults`: why the node itself is out of
-    service, by source; `storage_proved`: the node sees the storage."""
+    service, by source; `storage_proved`: the node sees the storage; `device_warnings`: devices in service that are
+    slower than they should be."""
 
     gangs: list[agent_pb2.ObservedGang]
     rows: list[agent_pb2.ObservedSlices]
     device_faults: dict[int, str]
     node_faults: dict[str, str]
     storage_proved: bool
+    device_warnings: dict[int, str]
 
 
 @dataclass(slots=True)
@@ -330,6 +332,7 @@ class Session:
             dict(self._host.devices.faults()),
             self._node_faults(),
             self._host.storage.proved,
+            self._host.devices.warnings(),
         )
         changed = report != conversation.reported
         if changed:
@@ -343,6 +346,7 @@ class Session:
             gangs=report.gangs if changed else [],
             device_faults=report.device_faults if changed else {},
             node_faults=report.node_faults if changed else {},
+            device_warnings=report.device_warnings if changed else {},
             max_wait=duration(self._max_wait(conversation)),
             storage_proved=report.storage_proved,
             slices=report.rows if changed else [],

@@ -291,6 +291,8 @@ class Observe(Struct, frozen=True, gc=False):
     rows: tuple[ObservedSlices, ...] = ()
     # Sent only during a restore.
     finished: tuple[FinishedGang, ...] = ()
+    # Devices in service that are slower than they should be, and why, by index.
+    device_warnings: Mapping[int, str] = field(default_factory=dict)
 
 
 class Answer(Struct, frozen=True, gc=False):

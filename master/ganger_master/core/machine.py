@@ -217,7 +217,7 @@ def _session_opened(state: State, event: events.SessionOpened) -> None:
     if old is not None and old.configuration_set != request.configuration_set.name:
         observation.change_hardware(state, old.name, request.configuration_set.name, event.time, event.cause)
         # They refer to devices of the former hardware.
-        old = replace(old, device_faults={}, strays=())
+        old = replace(old, device_faults={}, device_warnings={}, strays=())
     base = old or Node(request.node, request.machine_uuid, request.configuration_set.name, create_time=event.time)
     node = replace(
         base,

@@ -111,6 +111,8 @@ class Node(Struct, frozen=True, gc=False, omit_defaults=True):
     # The reservation that it is emptied for, or that lasts; in that case its users, none for maintenance.
     reservation: str = ""
     reserved_for: tuple[str, ...] = ()
+    # Devices in service that are slower than they should be, and why: for people.
+    device_warnings: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def state(self) -> NodeState:

@@ -83,6 +83,7 @@ def _note_node(
 ) -> None:
     """Record what a report states about the node itself. `node`: as it was before the report."""
     is_as_before = node.heard and node.storage_proved == report.storage_proved and node.strays == strays
+    is_as_before = is_as_before and node.device_warnings == report.device_warnings
     if is_as_before and node.device_faults == report.device_faults and node.faults == report.node_faults:
         state.note_report(node.name, report.observation, report.desired_version, acknowledged)
         return
@@ -94,6 +95,7 @@ def _note_node(
             applied_version=report.desired_version,
             device_faults=dict(sorted(report.device_faults.items())),
             faults=dict(sorted(report.node_faults.items())),
+            device_warnings=dict(sorted(report.device_warnings.items())),
             storage_proved=report.storage_proved,
             strays=strays,
             acknowledged=acknowledged,

@@ -73,10 +73,8 @@ def open_session_from_wire(message: agent_pb2.CreateSessionRequest) -> commands.
 
 def observe_from_wire(node: str, message: agent_pb2.ReconcileRequest) -> commands.Observe:
     """Raises NameInvalid, and RequestInvalid for numbers that nothing has and that would be reckoned with."""
-    if any(device >= _DEVICES_MOST for device in message.device_faults):
-        raise errors.RequestInvalid(
-            f"device {max(message.device_faults)} has a fault: a node has devices 0 to {_DEVICES_MOST - 1}"
-        )
+    if (named := max([*message.device_faults, *message.device_warnings], default=0)) >= _DEVICES_MOST:
+        raise errors.RequestInvalid(f"device {named} has a fault: a node has devices 0 to {_DEVICES_MOST - 1}")
     if any(gang.order.master_sequence > _SEQUENCE_MOST for gang in message.gangs):
         raise errors.RequestInvalid("an order with a number beyond 2^63 was never given")
     epochs = [gang.epoch for gang in message.gangs] + [gang.epoch for gang in message.finished]
@@ -87,6 +85,7 @@ def observe_from_wire(node: str, message: agent_pb2.ReconcileRequest) -> command
         **plain(message, "session observation desired_version storage_proved"),
         gangs=tuple(observed_gang_from_wire(gang) for gang in message.gangs),
         device_faults=dict(message.device_faults),
+        device_warnings={device: cut(why, _REASON_MOST) for device, why in message.device_warnings.items()},
         node_faults={cut(source, _SOURCE_MOST): cut(why, _REASON_MOST) for source, why in _faults(message)},
         rows=tuple([_observed_rows_from_wire(rows) for rows in message.slices]),
         finished=tuple([_finished_from_wire(gang) for gang in message.finished]),

@@ -386,6 +386,7 @@ class VisibleState:
             version=node.version,
             last_seen_time=None if seen is None else times.timestamp(seen),
             device_faults=dict(node.device_faults),
+            device_warnings=dict(node.device_warnings),
             faults=dict(node.faults),
             reservation=node.reservation,
             quarantined=[f"{stray.uid} epoch {stray.epoch}" for stray in node.strays if stray.quarantined],

@@ -44,6 +44,8 @@ class FakeNvml:
         self.processes: dict[int, list[tuple[int, int | None]]] = {}
         # By device: percent by pid.
         self.utilisation: dict[int, dict[int, int]] = {}
+        # By device: why its clock is held down.
+        self.slowdowns: dict[int, int] = {}
         # By device: percent of the time in which a kernel ran, and in which memory was read or written.
         self.rates: dict[int, tuple[int, int]] = {}
         self.compute_mode = self.NVML_COMPUTEMODE_DEFAULT
@@ -115,6 +117,9 @@ class FakeNvml:
             raise NVMLError(self.NVML_ERROR_NOT_SUPPORTED)
         gpu, memory = self.rates[handle]
         return SimpleNamespace(gpu=gpu, memory=memory)
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: int) -> int:
+        return self.slowdowns.get(handle, 0)
 
     def nvmlDeviceGetComputeMode(self, handle: int) -> int:
         return self.compute_mode

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from daemon.devices.fake_pynvml import FakeNvml, NVMLError
 from ganger.cluster.resources import LocalityLevel
-from ganger_daemon.devices.inventory import UNREADABLE, HealthKind
+from ganger_daemon.devices.inventory import UNREADABLE, HealthKind, SlowdownWatch
 from ganger_daemon.devices.nvml import NoDriverError, NvmlDevices
 from kit.waiting import eventually
 
@@ -154,3 +154,48 @@ def test_a_driver_without_devices_is_closed_again(fake: FakeNvml, monkeypatch: p
     with pytest.raises(NoDriverError, match="no device"):
         opened(fake)
     assert fake.open == 0
+
+
+POWER_CAP, HEAT, POWER_BRAKE = 0x04, 0x40, 0x80
+
+
+@pytest.mark.parametrize(
+    ("looks", "reason"),
+    [
+        ([(HEAT, 59)], ""),
+        ([(HEAT, 60)], "too hot"),
+        ([(POWER_CAP, 500)], ""),
+        ([(POWER_CAP | POWER_BRAKE, 60)], "power brake"),
+        ([(HEAT, 40), (0, 30), (HEAT, 51)], "too hot"),
+        ([(HEAT, 40), (0, 30), (HEAT, 49)], ""),
+        ([(HEAT, 60), (0, 59)], "too hot"),
+        ([(HEAT, 60), (0, 60)], ""),
+        ([(HEAT, 5_000), (0, 119)], "too hot"),
+        ([(HEAT, 5_000), (0, 120)], ""),
+    ],
+)
+def test_a_device_is_slowed_down_once_it_was_for_a_minute_more_often_than_not(
+    looks: list[tuple[int, int]], reason: str
+) -> None:
+    watch = SlowdownWatch()
+    for reasons, seconds in looks:
+        for _ in range(seconds):
+            watch.add(reasons, 1.0)
+    assert reason in watch.reason
+    assert bool(watch.reason) == bool(reason)
+
+
+def test_a_device_that_heat_slows_down_stays_in_service_with_a_warning(
+    fake: FakeNvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ganger_daemon.devices.inventory._WARNED_S", 0.05)
+    fake.slowdowns = {2: HEAT}
+    devices = opened(fake)
+    try:
+        eventually(lambda: bool(devices.warnings()), what="a warning")
+        assert list(devices.warnings()) == [2]
+        assert devices.faults() == {}
+        fake.slowdowns = {}
+        eventually(lambda: not devices.warnings(), what="its end")
+    finally:
+        devices.close()

@@ -329,6 +329,23 @@ class ReconcileRequest(google.protobuf.message.Message):
         _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["key", b"key", "value", b"value"]
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
+    @typing.final
+    class DeviceWarningsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.int
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.int = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["key", b"key", "value", b"value"]
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
     SESSION_FIELD_NUMBER: builtins.int
     OBSERVATION_FIELD_NUMBER: builtins.int
     DESIRED_VERSION_FIELD_NUMBER: builtins.int
@@ -343,13 +360,16 @@ class ReconcileRequest(google.protobuf.message.Message):
     FINISHED_FIELD_NUMBER: builtins.int
     REVOCATION_DIGEST_FIELD_NUMBER: builtins.int
     NODE_FAULTS_FIELD_NUMBER: builtins.int
+    DEVICE_WARNINGS_FIELD_NUMBER: builtins.int
     session: builtins.str
     observation: builtins.int
     """Raised with every change of the observed set."""
     desired_version: builtins.int
     """Desired version the daemon has applied; zero at first."""
     changed: builtins.bool
-    """False: `gangs`, `device_faults`, `node_faults` and `slices` are empty and stand as in the last call of this session."""
+    """False: `gangs`, `device_faults`, `device_warnings`, `node_faults` and `slices` are empty and stand as in the last call
+    of this session.
+    """
     storage_proved: builtins.bool
     has_more: builtins.bool
     """The observed set does not fit into one message: the next call of the same observation has more of `gangs`. Answered
@@ -379,6 +399,10 @@ class ReconcileRequest(google.protobuf.message.Message):
     def node_faults(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Why the node itself is out of service, by source ("health_check"): its jobs move off, and no gang starts there."""
 
+    @property
+    def device_warnings(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.str]:
+        """Devices that work and are slower than they should be, and why, by index. For people: they take jobs."""
+
     def __init__(
         self,
         *,
@@ -396,10 +420,11 @@ class ReconcileRequest(google.protobuf.message.Message):
         finished: collections.abc.Iterable[Global___FinishedGang] | None = ...,
         revocation_digest: builtins.bytes = ...,
         node_faults: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        device_warnings: collections.abc.Mapping[builtins.int, builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["max_wait", b"max_wait"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["changed", b"changed", "desired_version", b"desired_version", "device_faults", b"device_faults", "finished", b"finished", "gangs", b"gangs", "has_more", b"has_more", "max_wait", b"max_wait", "missing_specs", b"missing_specs", "node_faults", b"node_faults", "observation", b"observation", "revocation_digest", b"revocation_digest", "session", b"session", "slices", b"slices", "storage_proved", b"storage_proved"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["changed", b"changed", "desired_version", b"desired_version", "device_faults", b"device_faults", "device_warnings", b"device_warnings", "finished", b"finished", "gangs", b"gangs", "has_more", b"has_more", "max_wait", b"max_wait", "missing_specs", b"missing_specs", "node_faults", b"node_faults", "observation", b"observation", "revocation_digest", b"revocation_digest", "session", b"session", "slices", b"slices", "storage_proved", b"storage_proved"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ReconcileRequest: typing_extensions.TypeAlias = ReconcileRequest
