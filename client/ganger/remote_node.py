@@ -242,8 +242,9 @@ class RemoteNode:
             why = "no answer in time" if isinstance(error, TimeoutError) else str(error)
             raise RemoteNodeError(f"{self.host}: cannot {step}: {why}") from error
         if done.exit_status != 0:
-            said = _text(done.stderr) or _text(done.stdout)
-            raise RemoteNodeError(f"{self.host}: cannot {step}: {said or f'exit code {done.exit_status}'}")
+            ended = "the connection broke off" if done.exit_status is None else f"exit code {done.exit_status}"
+            why = _text(done.stderr) or _text(done.stdout) or ended
+            raise RemoteNodeError(f"{self.host}: cannot {step}: {why}")
         return _text(done.stdout)
 
 

@@ -138,9 +138,10 @@ def _supervise(settings: cluster.LocalClusterSettings, cancel_jobs: bool) -> Non
     try:
         supervisor.start()
         address = cluster.wait_until_ready(settings, check, _READY_S)
-        supervisor.announce_ready()
         click.echo(_welcome(settings, address))
         sys.stdout.flush()
+        # Last: `ganger up --detach` prints then what this one has printed.
+        supervisor.announce_ready()
         while not stop.wait(_WATCH_S):
             supervisor.restart_dead()
         _tell("stopping")

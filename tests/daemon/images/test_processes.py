@@ -123,7 +123,8 @@ def test_files_in_shared_memory_travel_with_the_image(images: ProcessImages, pla
         first = restored(images, place, image, facts)
         shared = first.own_file(own)
         assert shared.read_bytes() == b"batch" * 1000
-        assert [path.name for path in shared.parent.iterdir()] == [shared.name]
+        # Beside it may be files that other programs of this user made meanwhile and that no process holds.
+        assert Path(others).name not in [path.name for path in shared.parent.iterdir()]
         if not isinstance(images, FakeImages):  # which starts the program again
             assert shared.stat().st_uid == 1234
         assert not Path(own).exists()
