@@ -12,7 +12,6 @@ from faultsim.fault_cluster import FaultCluster
 from faultsim.test_stories import SERVER, gang, phase, started
 from ganger.cluster.refusals import Reason
 from ganger.protocol.gang_orders import Mechanism
-from ganger_master.core import machine
 from ganger_master.core.answers import Done, Refused, Rejected
 from ganger_master.core.approval import find_place, has_place
 from ganger_master.core.commands import (
@@ -246,16 +245,6 @@ def test_why_names_a_reservation_that_lies_ahead_and_makes_no_forecast(policy: s
     drive.join("n2")
     reasons = [one.reason for one in explain(drive.state, late, drive.now).blockers]
     assert Reason.NODE_RESERVED not in reasons, "there is room on another node"
-
-
-@pytest.mark.parametrize("is_deleted", [True, False], ids=["deleted", "over"])
-def test_planners_are_sent_pending_jobs_anew_once_a_reservation_is_gone(is_deleted: bool) -> None:
-    """They leave a job out of the nodes that were refused for it until it changes."""
-    drive = reserved(UPGRADE, 1)
-    number = drive.submit(opaque_job())
-    at(drive, 500.0)
-    command, now = (DeleteReservation("upgrade", "olga"), 500.0) if is_deleted else (Tick(), 2_000.0)
-    assert machine.step(drive.state, command, now).effects.jobs == (number,)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from ganger_master.core.commands import CancelJob, ProposePlan, ResumeJob, Suspe
 from ganger_master.core.gang_model import Gang, ObservedPhase
 from ganger_master.core.job_model import Capabilities, JobRecord, JobSpec, SuspendLevel
 from ganger_master.core.plan_changes import Goal, Purpose, StartChange, SuspendChange
+from ganger_master.core.reservations import can_leave
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.teams import Team, limits_of
 from ganger_master.planner.context import PlanDraft, capacity_of, context_of
@@ -33,6 +34,7 @@ from msgspec.structs import replace
 
 NO_QUOTAS: dict[str, int] = {}
 NO_TEAMS: dict[str, Team] = {}
+NOTHING_CLOSED: dict[int, frozenset[str]] = {}
 
 
 class Planned(Drive):
@@ -54,16 +56,23 @@ class Planned(Drive):
         live_job_to_wire(job, self.state.gangs.get(job.epoch), message)
         told, gang = live_job_from_wire(scheduling_pb2.LiveJob.FromString(message.SerializeToString()))
         assert (told.shape, told.capabilities, told.spec.priority) == (job.shape, job.capabilities, job.spec.priority)
+        assert (can_leave(told), told.time_limit_s) == (can_leave(job), job.time_limit_s)
         clocks = ("create_time", "pending_since", "start_time", "run_s", "running_since")
         assert [round(getattr(told, name) - getattr(job, name), 9) for name in clocks] == [0.0] * len(clocks)
         return told, gang
 
-    def found(self, kept_out: ExcludedJobs = NONE_EXCLUDED, may_stop: bool = True) -> PlanDraft:
+    def found(
+        self,
+        kept_out: ExcludedJobs = NONE_EXCLUDED,
+        may_stop: bool = True,
+        closed: Mapping[int, frozenset[str]] = NOTHING_CLOSED,
+    ) -> PlanDraft:
         settings = self.state.settings
         teams = TeamUse(settings.teams, settings.usage_half_life_s) if settings.teams else None
         table = LiveTable(quotas=settings.quota_devices, teams=teams)
         for job in self.state.jobs.values():
             table.put(*self.as_told(job))
+        table.close(closed)
         view = self.state.view.copy()
         rows = [replace(row, version=0) for row in view.rows()]
         room = CapacityIndex(view)
@@ -209,12 +218,10 @@ def test_what_is_kept_out_leaves_its_place_to_others() -> None:
     assert [change.number for change in found.changes] == [second, third]
     assert found.line.tolist() == [first, second, third]
     (taken,) = [change for change in drive.found().changes if change.number == first]
-    closed = ExcludedJobs(nodes={first: frozenset({taken.claims[0].node})})
-    (elsewhere,) = [change for change in drive.found(closed).changes if change.number == first]
+    closed = {first: frozenset({taken.claims[0].node})}
+    (elsewhere,) = [change for change in drive.found(closed=closed).changes if change.number == first]
     assert elsewhere.claims[0].node != taken.claims[0].node
-    assert not [
-        c for c in drive.found(ExcludedJobs(nodes={first: frozenset({"n1", "n2"})})).changes if c.number == first
-    ]
+    assert first not in [one.number for one in drive.found(closed={first: frozenset({"n1", "n2"})}).changes]
 
 
 def test_a_job_that_must_not_be_preempted_stays_though_others_rank_first() -> None:
@@ -260,9 +267,8 @@ def test_a_gang_that_waits_too_long_for_one_node_has_what_gets_free_kept_for_it(
     assert (found.changes, found.line.tolist()) == ((), [wide, small])
     assert found.unplaced == frozenset(), "a planner that left it out for a while would let others pass"
     # As if the nodes on which two could be had left: no job waits for devices that will not come.
-    assert [change.number for change in drive.found(ExcludedJobs(nodes={wide: frozenset({"n1", "n2"})})).changes] == [
-        small
-    ]
+    closed = {wide: frozenset({"n1", "n2"})}
+    assert [change.number for change in drive.found(closed=closed).changes] == [small]
 
 
 def test_a_gang_that_waits_too_long_has_nothing_kept_where_it_could_not_be() -> None:
@@ -312,33 +318,36 @@ def test_refusals_stand_for_seconds_and_what_a_fresh_view_cures_is_not_noted() -
     assert refused.at(15.0) is NONE_EXCLUDED
 
 
-@pytest.mark.parametrize("reason", [Reason.STORAGE_NOT_SHARED, Reason.NODE_RESERVED])
-def test_nodes_that_are_closed_to_a_job_add_up(reason: Reason) -> None:
+def test_nodes_that_are_closed_to_a_job_add_up() -> None:
     refused = RefusalBackoff()
     for node in ("n1", "n2"):
-        refused.note(START, [Refusal(reason, node=node)], 10.0)
-    assert refused.at(900.0).nodes == {2: {"n1", "n2"}}
-    assert refused.at(20.0).not_started == frozenset()
-    assert refused.at(911.0) is NONE_EXCLUDED
+        refused.note(START, [Refusal(Reason.STORAGE_NOT_SHARED, node=node)], 10.0)
+    assert refused.at(900.0) is NONE_EXCLUDED
+    assert refused.closed_nodes == {2: {"n1", "n2"}}
+    assert refused.next_s == 910.0
+    refused.at(911.0)
+    assert refused.closed_nodes == {}
 
 
 @pytest.mark.parametrize(
-    ("helped", "closed", "not_stopped"), [("jobs/7", {7: {"n1"}}, set()), ("", {}, {1})], ids=["in vain", "not so"]
+    ("helped", "not_started", "not_stopped"), [("jobs/7", {7}, set()), ("", set(), {1})], ids=["in vain", "not so"]
 )
 def test_room_that_is_made_in_vain_is_noted_for_the_job_that_was_to_have_it(
-    helped: str, closed: dict[int, set[str]], not_stopped: set[int]
+    helped: str, not_started: set[int], not_stopped: set[int]
 ) -> None:
     refused = RefusalBackoff()
     stop = SuspendChange(1, 1, purpose=Purpose(Goal.HOLE, 7))
     refused.note(stop, [Refusal(Reason.NODE_RESERVED, node="n1", job=helped)], 10.0)
-    assert (refused.at(12.0).nodes, refused.at(12.0).not_stopped) == (closed, not_stopped)
+    assert (refused.at(12.0).not_started, refused.at(12.0).not_stopped) == (not_started, not_stopped)
 
 
 def test_a_node_on_which_launches_failed_is_looked_at_again_soon() -> None:
     refused = RefusalBackoff()
     refused.note(START, [Refusal(Reason.LAUNCH_FAILED, node="n1")], 10.0)
-    assert refused.at(20.0).nodes == {2: {"n1"}}
-    assert refused.at(41.0) is NONE_EXCLUDED
+    refused.at(20.0)
+    assert refused.closed_nodes == {2: {"n1"}}
+    refused.at(41.0)
+    assert refused.closed_nodes == {}
 
 
 def test_a_planner_is_told_the_size_that_a_job_has_or_is_bound_to() -> None:

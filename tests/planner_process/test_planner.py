@@ -26,6 +26,7 @@ from ganger_master.planner.loop import PlannerLoop
 from ganger_master.planner.order_stage import OrderStage
 from ganger_master.planner_process.run import ClusterMirror, NoPlannerError, Planner
 from rpc.kit import Served, Speaker, serving, spec_of, until
+from rpc.test_reservations import create, reservation
 
 PENDING, HOLDING = job_pb2.Job.STATE_PENDING, job_pb2.Job.STATE_HOLDING
 
@@ -376,6 +377,54 @@ def test_the_first_delta_is_everything_in_parts_and_the_next_ones_are_what_chang
         stream.cancel()
 
     on_a_master(tmp_path, story)
+
+
+def test_reservations_are_sent_when_they_change_and_stand_until_then(tmp_path: Path) -> None:
+    async def story(served: Served, node: Speaker) -> None:
+        for number in range(250):
+            start = 3_600.0 * (1 + 2 * number)
+            await create(served, reservation(f"r{number}", start=start, users=["ann"], lead=times.duration(0.0)))
+        mirror = ClusterMirror(lambda: 0.0)
+        stream = served.scheduling.WatchCluster(scheduling_pb2.WatchClusterRequest())
+        found: list[int] = []
+
+        async def hear() -> None:
+            while True:
+                change = mirror.apply(await asyncio.wait_for(stream.read(), 10.0))  # type: ignore[arg-type]
+                if change is not None:
+                    assert all((one.nodes, one.users) == (("n1",), ("ann",)) for one in change.reservations)
+                    return found.append(len(change.reservations))
+
+        await hear()
+        await served.nodes.DeleteReservation(node_pb2.DeleteReservationRequest(name="r0"))
+        await hear()
+        await served.submit(spec_of(1))
+        await hear()
+        assert found == [250, 249, 249]
+        stream.cancel()
+
+    on_a_master(tmp_path, story)
+
+
+@pytest.mark.parametrize("policy", ["las", "ganger"])
+def test_a_job_that_a_reservation_keeps_out_is_not_tried_and_starts_once_that_is_deleted(
+    tmp_path: Path, policy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story(served: Served, node: Speaker) -> None:
+        await create(served, reservation("upgrade", start=7_200.0))
+        async with planning(served):
+            await served.submit(spec_of(2, agent=job_pb2.JobSpec.AGENT_NONE))
+            await served.submit(spec_of(1))
+            await until(lambda: state_of(served, 2) == "HOLDING")
+            assert (await get(served, 1)).state == PENDING
+            found = await served.jobs.ExplainJob(job_service_pb2.ExplainJobRequest(name="jobs/1"))
+            assert found.blockers[0].reason == "NODE_RESERVED"
+            await served.nodes.DeleteReservation(node_pb2.DeleteReservationRequest(name="upgrade"))
+            await until(lambda: state_of(served, 1) == "HOLDING")
+        assert "change refused" not in [record.message for record in caplog.records]
+
+    caplog.set_level(logging.INFO)
+    on_a_master(tmp_path, story, policy)
 
 
 def test_a_plan_that_fails_is_logged_and_the_next_one_starts_the_job(

@@ -299,7 +299,9 @@ class FreeDevices:
 
 def is_counted(shape: GangShape) -> bool:
     """Return whether a place for such a gang depends only on the number of free devices."""
-    if len(shape.roles) > 1 or shape.device_type or shape.nodes or shape.device_memory_bytes or shape.partition:
+    if len(shape.roles) > 1 or shape.device_type or shape.nodes or shape.device_memory_bytes:
+        return False
+    if shape.partition or shape.closed_nodes:
         return False
     task, locality = shape.roles[0].shape, shape.locality
     named = task.millicores or task.memory_bytes or task.bandwidth

@@ -108,8 +108,7 @@ class Reason(Enum):
         900.0,
     )
     CANNOT_SWITCH_USER = "CANNOT_SWITCH_USER", _BLOCKER, "the daemon cannot become the job's user", _OF_NODE, 900.0
-    # Pending jobs are reported anew once a reservation is gone.
-    NODE_RESERVED = "NODE_RESERVED", _BLOCKER, "the node is reserved for other users", _OF_NODE, 900.0
+    NODE_RESERVED = "NODE_RESERVED", _BLOCKER, "the node is reserved for other users", _OF_NODE
     CANNOT_RESTORE = "CANNOT_RESTORE", _BLOCKER, "the node cannot restore the job's process image", _OF_NODE, 900.0
     QUARANTINED = "QUARANTINED", _BLOCKER, "a gang of it that the master did not start is there already"
     LAUNCH_FAILED = (

@@ -208,6 +208,8 @@ class GangShape(Struct, frozen=True, gc=False):
     residents: int = 1
     # It runs on nodes of this partition; empty: on any.
     partition: str = ""
+    # Nodes that no search finds for it, by name.
+    closed_nodes: frozenset[str] = frozenset()
 
     @property
     def gpus(self) -> int:

@@ -41,8 +41,8 @@ class PlacementRequest(Struct, frozen=True, gc=False):
     """What a job asks of a placement. `waited_s`: while its patience lasts only what meets its wish is found.
 
     `parked`: where its state is parked, which is the first candidate if it is free still, the memory kept there being
-    the job's own. `kept_nodes` are tried next, then all others. `avoid`: nodes not to use; `only`: the nodes to use
-    (None: all). `limit`: the most candidates.
+    the job's own. `kept_nodes` are tried next, then all others. `avoid`: nodes not to use, beside those that are
+    closed to the shape; `only`: the nodes to use (None: all). `limit`: the most candidates.
     """
 
     shape: GangShape
@@ -67,7 +67,8 @@ class PlacementPreference:
 
     def place(self, index: CapacityIndex, request: PlacementRequest) -> Claims | None:
         """The first candidate, or None. Nothing is taken."""
-        if request.parked or request.kept_nodes or request.avoid or request.only is not None:
+        is_bounded = request.avoid or request.shape.closed_nodes or request.only is not None
+        if request.parked or request.kept_nodes or is_bounded:
             return next(iter(self.places(index, request)), None)
         # The planner asks thousands of times a pass, nearly always for any place.
         return next(self._candidates(index, request), None)
@@ -77,7 +78,7 @@ class PlacementPreference:
 
         All devices of a gang that accepts several types are of one, the first one with room.
         """
-        parked, avoid, limit = request.parked, request.avoid, request.limit
+        parked, avoid, limit = request.parked, request.avoid | request.shape.closed_nodes, request.limit
         found: list[Claims] = []
         is_avoided = any(claim.node in avoid for claim in parked)
         if parked and not is_avoided and (claims := resumed_in_place(index.view, request.shape, parked)):

@@ -1127,6 +1127,7 @@ class ClusterDelta(google.protobuf.message.Message):
     USAGE_HALF_LIFE_FIELD_NUMBER: builtins.int
     USAGE_FIELD_NUMBER: builtins.int
     NEEDS_PLANNER_FIELD_NUMBER: builtins.int
+    RESERVATIONS_FIELD_NUMBER: builtins.int
     has_more: builtins.bool
     """More of the same moment follows: what was sent so far is incomplete."""
     policy: builtins.str
@@ -1181,6 +1182,10 @@ class ClusterDelta(google.protobuf.message.Message):
     def usage(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ganger.v1.usage_pb2.DecayedUse]:
         """Of users whose use is another than the last one sent or what follows from it; with teams only."""
 
+    @property
+    def reservations(self) -> Global___Reservations:
+        """Reservations that are not over; unset: as sent last. They close nodes to jobs."""
+
     def __init__(
         self,
         *,
@@ -1200,16 +1205,34 @@ class ClusterDelta(google.protobuf.message.Message):
         usage_half_life: google.protobuf.duration_pb2.Duration | None = ...,
         usage: collections.abc.Iterable[ganger.v1.usage_pb2.DecayedUse] | None = ...,
         needs_planner: builtins.bool = ...,
+        reservations: Global___Reservations | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_migrations_per_hour", b"_migrations_per_hour", "migrations_per_hour", b"migrations_per_hour", "plan_interval", b"plan_interval", "quantum", b"quantum", "time", b"time", "usage_half_life", b"usage_half_life", "view", b"view"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_migrations_per_hour", b"_migrations_per_hour", "migrations_per_hour", b"migrations_per_hour", "plan_interval", b"plan_interval", "quantum", b"quantum", "reservations", b"reservations", "time", b"time", "usage_half_life", b"usage_half_life", "view", b"view"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_migrations_per_hour", b"_migrations_per_hour", "changing_node_sets", b"changing_node_sets", "draining_nodes", b"draining_nodes", "has_more", b"has_more", "jobs", b"jobs", "migrations_per_hour", b"migrations_per_hour", "needs_planner", b"needs_planner", "plan_interval", b"plan_interval", "policy", b"policy", "quantum", b"quantum", "quotas", b"quotas", "removed_jobs", b"removed_jobs", "teams", b"teams", "time", b"time", "usage", b"usage", "usage_half_life", b"usage_half_life", "view", b"view"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_migrations_per_hour", b"_migrations_per_hour", "changing_node_sets", b"changing_node_sets", "draining_nodes", b"draining_nodes", "has_more", b"has_more", "jobs", b"jobs", "migrations_per_hour", b"migrations_per_hour", "needs_planner", b"needs_planner", "plan_interval", b"plan_interval", "policy", b"policy", "quantum", b"quantum", "quotas", b"quotas", "removed_jobs", b"removed_jobs", "reservations", b"reservations", "teams", b"teams", "time", b"time", "usage", b"usage", "usage_half_life", b"usage_half_life", "view", b"view"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__migrations_per_hour: typing_extensions.TypeAlias = typing.Literal["migrations_per_hour"]
     _WhichOneofArgType__migrations_per_hour: typing_extensions.TypeAlias = typing.Literal["_migrations_per_hour", b"_migrations_per_hour"]
     def WhichOneof(self, oneof_group: _WhichOneofArgType__migrations_per_hour) -> _WhichOneofReturnType__migrations_per_hour | None: ...
 
 Global___ClusterDelta: typing_extensions.TypeAlias = ClusterDelta
+
+@typing.final
+class Reservations(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RESERVATIONS_FIELD_NUMBER: builtins.int
+    @property
+    def reservations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ganger.v1.node_pb2.Reservation]: ...
+    def __init__(
+        self,
+        *,
+        reservations: collections.abc.Iterable[ganger.v1.node_pb2.Reservation] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["reservations", b"reservations"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Reservations: typing_extensions.TypeAlias = Reservations
 
 @typing.final
 class LiveJob(google.protobuf.message.Message):

@@ -570,8 +570,9 @@ def _places_for(state: State, waited: Sequence[JobRecord], now: float) -> Mappin
         or kept.numbers != numbers
         or (kept.view_version != state.view.version and not 0.0 <= now - kept.time < _KEPT_S)
     ):
+        closures = reservations.NodeClosures(tuple(state.reservations.values()), now)
         wanting = [
-            KeptPlaceRequest(job.name, rank, job.shape, tuple(_launch_failed_on(state, job)))
+            KeptPlaceRequest(job.name, rank, job.shape, (*_launch_failed_on(state, job), *closures.of(job, now)))
             for rank, job in enumerate(waited, 1)
         ]
         found = {one.job: one.claims for one in keep_places(state.view, wanting)}

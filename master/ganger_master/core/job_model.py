@@ -119,11 +119,12 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED_N
         gpus: int = 0,
         task_memory_bytes: int = 0,
         partition: str = "",
+        closed_nodes: frozenset[str] = frozenset(),
     ) -> GangShape:
         """Return the shape of the job's gang with `gpus` devices, a number that it accepts; zero: as its roles name.
 
         `used_device_bytes`, `task_memory_bytes`: needs of a device and of a task in host memory, as measured.
-        `partition`: that which the job is in."""
+        `partition`: that which the job is in. `closed_nodes`: those that it may not use."""
         named, roles = self.gpu_memory_bytes, self.roles
         needed = named if named > used_device_bytes else used_device_bytes
         if gpus:
@@ -137,6 +138,7 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED_N
             needed,
             task_memory_bytes,
             partition=partition,
+            closed_nodes=closed_nodes,
         )
 
 
@@ -347,6 +349,8 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED
     updates: tuple[Updated, ...] = ()
     # What follows from the partition that it is in.
     partition: PartitionTerms = NO_TERMS
+    # Nodes that its next gang may not use, as a planner has it; the master asks where it judges, and stores none.
+    closed_nodes: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
@@ -409,7 +413,7 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED
 
     def _shape(self, arena_bytes_per_device: int, gpus: int) -> GangShape:
         used, memory = self.used_device_bytes, self.task_memory_bytes
-        return self.spec.shape(arena_bytes_per_device, used, gpus, memory, self.partition.name)
+        return self.spec.shape(arena_bytes_per_device, used, gpus, memory, self.partition.name, self.closed_nodes)
 
     @property
     def priority(self) -> int:

@@ -10,6 +10,7 @@ Until then a job may start on such a node if it would end before by its time lim
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable
 from enum import Enum
 from typing import TYPE_CHECKING, Final
@@ -150,16 +151,9 @@ def begin(state: State, event: NodesReserved) -> None:
 
 
 def end(state: State, event: ReservationDeleted) -> None:
-    _forget(state, event.name)
+    state.forget_reservation(event.name)
     state.history(event.time, "cluster", "reservation_deleted", event.cause, event.name)
     follow(state, event.time, event.cause)
-
-
-def _forget(state: State, name: str) -> None:
-    """Forget a reservation, and report the pending jobs anew: a planner leaves a job out of the nodes that were
-    refused for it, for a while or until the job changes."""
-    state.forget_reservation(name)
-    state.dirty.news.update(dict.fromkeys(state.queue.waiting))
 
 
 def in_words(reservation: Reservation) -> str:
@@ -176,7 +170,7 @@ def follow(state: State, now: float, cause: str) -> None:
     """Forget reservations that are over, bring all nodes up to date, and note when the next phase begins."""
     for reservation in list(state.reservations.values()):
         if phase_of(reservation, now) is ReservationPhase.OVER:
-            _forget(state, reservation.name)
+            state.forget_reservation(reservation.name)
             state.history(now, "cluster", "reservation_ended", cause, in_words(reservation))
     holds = {}
     for reservation in state.reservations.values():
@@ -217,11 +211,49 @@ def next_time(reservations: Iterable[Reservation], now: float) -> float:
 # -- jobs --------------------------------------------------------------------------------------------------------------
 
 
+class NodeClosures:
+    """Which nodes reservations close to jobs that would start at a time; false if they close none to any job.
+
+    reservations: those of the cluster. now: Unix seconds. The answers hold until the next of them ends."""
+
+    def __init__(self, reservations: Collection[Reservation], now: float) -> None:
+        self._of, self._until = reservations, min([one.end for one in reservations if one.end > now], default=math.inf)
+        self._reservations = sorted([one for one in reservations if one.end > now], key=lambda one: one.start)
+        self._starts = [one.start for one in self._reservations]
+        self._users = frozenset[str]().union(*[one.users for one in self._reservations])
+        # By user, empty for a user of no reservation, and how many reservations a job reaches.
+        self._known: dict[tuple[str, int], frozenset[str]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._reservations)
+
+    def are_of(self, reservations: Collection[Reservation], now: float) -> bool:
+        """Return whether these answers are of such reservations, and hold still."""
+        return now < self._until and self._of == reservations
+
+    def of(self, job: JobRecord, now: float) -> frozenset[str]:
+        """Return the nodes on which a job may not start now."""
+        if can_leave(job):
+            count = bisect_right(self._starts, now)
+        else:
+            ran_s = job.run_s + (max(0.0, now - job.running_since) if job.running_since else 0.0)
+            count = bisect_left(self._starts, _end_of_start(job, ran_s, now))
+        key = job.user if job.user in self._users else "", count
+        found = self._known.get(key)
+        if found is None:
+            others = [one.nodes for one in self._reservations[:count] if job.user not in one.users]
+            found = self._known[key] = frozenset[str]().union(*others)
+        return found
+
+
+NO_CLOSURES: Final = NodeClosures((), 0.0)
+
+
 def start_rules(state: State, job: JobRecord, nodes: Collection[str], now: float) -> tuple[Refusal, ...]:
     """Return why a job may not start on these nodes now because of reservations that begin later; empty if it may."""
     if not state.reservations or can_leave(job):
         return ()
-    ends = _ends_if_started(state, job, now)
+    ends = _end_of_start(job, ending.counted_s(state, job, now), now)
     refusals = []
     for reservation in state.reservations.values():
         if reservation.start < ends and now < reservation.end and job.user not in reservation.users:
@@ -246,9 +278,10 @@ def reached_by(state: State, job: JobRecord, spec: JobSpec, now: float) -> str:
     return found and f"{job.name} cannot have this time limit: {found}"
 
 
-def _ends_if_started(state: State, job: JobRecord, now: float) -> float:
+def _end_of_start(job: JobRecord, ran_s: float, now: float) -> float:
+    """Return when a job ends at the latest that goes on at `now`. ran_s: what counts against its limit."""
     limit = job.time_limit_s
-    return math.inf if limit is None else now + max(0.0, limit - ending.counted_s(state, job, now))
+    return math.inf if limit is None else now + max(0.0, limit - ran_s)
 
 
 def can_leave(job: JobRecord) -> bool:

@@ -416,7 +416,10 @@ def _feasible(running: Mapping[int, Holder], view: View, is_time_sliced: bool) -
             return False
         if not all(view.available[view.slots[node]] for node, _ in host.seat):
             return False
-        if not all(view.topology(node).is_in(running[comes][0].partition.name) for node, _ in host.seat):
+        guest_job = running[comes][0]
+        if not all(view.topology(node).is_in(guest_job.partition.name) for node, _ in host.seat):
+            return False
+        if not guest_job.closed_nodes.isdisjoint([node for node, _ in host.seat]):
             return False
         if not running[there][1].node_set and _beside(running[there], running[comes], view) is None:
             return False

@@ -25,6 +25,7 @@ from ganger_master.core.answers import ChangeAnswer
 from ganger_master.core.commands import LINE_LIMIT, KeepPlace
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
+from ganger_master.core.node_model import Reservation
 from ganger_master.core.plan_changes import CoresCurve, PlanChange, StartChange, TrialFinding, claims_in
 from ganger_master.core.teams import Team
 from ganger_master.core.usage_model import UserUsage
@@ -157,6 +158,7 @@ class ClusterChange(Struct, frozen=True, gc=False):
     quantum_s: seconds of a time slice; None: no time slicing.
     moves_per_hour: opportunistic migrations of a node and hour; None: the planner decides.
     free_devices: number of free devices on available nodes; None: counted where it is needed.
+    reservations: those that are not over.
     """
 
     view: View
@@ -172,6 +174,7 @@ class ClusterChange(Struct, frozen=True, gc=False):
     quantum_s: float | None = None
     moves_per_hour: float | None = None
     free_devices: int | None = None
+    reservations: tuple[Reservation, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

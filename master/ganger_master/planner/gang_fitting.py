@@ -40,7 +40,6 @@ class GangFitting:
 
     def __init__(self, context: PlanContext) -> None:
         self._table, self._now, self._terms = context.jobs, context.now, context.terms
-        self._closed = context.excluded.nodes
         self._placement = placement = context.policy.placement
         self._index = room = context.room
         # None: the capacity index counts, and is up to date.
@@ -197,9 +196,8 @@ class GangFitting:
         if widest_now(shape, self._waited(job)) != widest_now(job.shape, self._waited(job)):
             # It waits for a better place than the free ones: no job is preempted for that.
             return None
-        closed = self._closed.get(job.number, _NOWHERE)
         self._see()
-        room_plan = staying.room_plan(job, no_further(shape, widest_now(shape, self._waited(job))), closed)
+        room_plan = staying.room_plan(job, no_further(shape, widest_now(shape, self._waited(job))))
         if room_plan is None:
             return None
         for move in room_plan.moves:
@@ -243,13 +241,12 @@ class GangFitting:
     def _hold(self, job: JobRecord, avoid: frozenset[str], vain: set[GangShape]) -> Claims | None:
         """Find a place for a job and take it. None if it does not fit. `vain`: shapes that did not fit before."""
         shape = self._terms.shape(job)
-        closed = self._closed.get(job.number, _NOWHERE)
         if self._terms.has_preferred and not job.epoch and shape not in vain:
-            claims = self._preferred(job, shape, avoid | closed)
+            claims = self._preferred(job, shape, avoid)
             if claims is not None:
                 self._take(claims)
                 return claims
-        if not (job.epoch or closed or shape.locality.wish):
+        if not (job.epoch or shape.locality.wish):
             if shape in vain:
                 return None
             if self._counted is not None and not avoid and is_counted(shape):
@@ -262,7 +259,7 @@ class GangFitting:
         else:
             gang = self._table.gangs[self._table.row(job.number)] if job.epoch else None
             parked = () if gang is None else gang.parked_claims
-            request = PlacementRequest(shape, self._waited(job), parked, avoid=avoid | closed)
+            request = PlacementRequest(shape, self._waited(job), parked, avoid=avoid)
             claims = self._placement.place(self._room, request)
             if claims is None:
                 return None
@@ -325,7 +322,8 @@ def nodes_for(view: View, shape: GangShape) -> frozenset[str]:
     """Return the nodes whose devices suit the gang, whatever runs there now."""
     kind = shape.device_type if all(role.shape.gpus for role in shape.roles) else ""
     there = zip(view.nodes, view.topologies, strict=True)
-    return frozenset(name for name, topology in there if name and topology.accepts(kind, shape.partition))
+    found = [name for name, topology in there if name and topology.accepts(kind, shape.partition)]
+    return frozenset(found) - shape.closed_nodes
 
 
 class ChosenJobs(Struct, frozen=True, eq=False, gc=False):
@@ -403,7 +401,7 @@ class PreemptionCandidates:
     def _free_gpus(self) -> int:
         return int(np.bitwise_count(self._room.view.columns().free).sum())
 
-    def room_plan(self, job: JobRecord, shape: GangShape, avoid: Set[str]) -> RoomPlan | None:
+    def room_plan(self, job: JobRecord, shape: GangShape) -> RoomPlan | None:
         """Return the jobs to preempt for this job, and the new places of those that fit elsewhere; None if there are
         none. Under an order that regroups, the search first moves jobs of any rank and at most equal priority."""
         if shape in self._vain or self._searches == _MOST_SEARCHES:
@@ -413,13 +411,11 @@ class PreemptionCandidates:
         if self._regroups and self._free_gpus >= shape.gpus:
             above = {number for number, unit in self.units.items() if unit[0][0].priority > job.priority}
             stay = above | self._stopped
-            found = room_for(self._room, self._movable, shape, placement=self._placement, avoid=avoid, stay=stay)
+            found = room_for(self._room, self._movable, shape, placement=self._placement, stay=stay)
         if found is None:
             rank, most = self._ranks[job.number], len(self.units)
             stay = {other for other in self.units if self._ranks[other] < rank} | self._stopped
-            found = room_for(
-                self._room, self._stoppable, shape, placement=self._placement, avoid=avoid, stay=stay, most_moves=most
-            )
+            found = room_for(self._room, self._stoppable, shape, placement=self._placement, stay=stay, most_moves=most)
         if found is None:
             self._vain.add(shape)
         else:

@@ -9,7 +9,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 from ganger.job_state import JobState
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 _RUN, _PARK, _PARKED = GangIntent.RUN, GangIntent.PARK, GangPhase.PARKED
 _PENDING, _HOLDING, _SUSPENDED = JobState.PENDING, JobState.HOLDING, JobState.SUSPENDED
 
+# The partition of a job, empty for none, and the nodes that are closed to it.
+NodeAdmission: TypeAlias = tuple[str, frozenset[str]]
+_NO_NODES: Final = frozenset[str]()
+_ALL_NODES: Final[NodeAdmission] = ("", _NO_NODES)
 _NO_QUOTAS: Final[Mapping[str, int]] = MappingProxyType({})
 _FIRST_ROOM = 64
 _NEVER: Final = math.inf
@@ -79,8 +83,9 @@ class LiveTable:
         self.quotas = QuotaUse(quotas, NO_TEAMS if teams is None else teams.index) if quotas else None
         # None: use gives no job precedence.
         self.teams = teams
-        # Whether jobs are in partitions.
-        self.is_partitioned = False
+        # Whether jobs are in partitions; numbers of the jobs that some nodes are closed to.
+        self._has_partitions = False
+        self._closed: Collection[int] = ()
         # Run times by kind of job, with the rows of live jobs; the jobs that ended last.
         self.memory = _memory() if learns else None
         self._services = RecentServices()
@@ -165,7 +170,7 @@ class LiveTable:
         spec = job.spec
         row = self._take_row(job.number)
         user = self._users.setdefault(job.user, len(self._users))
-        self.is_partitioned = self.is_partitioned or bool(job.partition.name)
+        self._has_partitions = self._has_partitions or bool(job.partition.name)
         if self.teams is not None and user == len(self._users) - 1:
             self.teams.name(job.user, user)
         self._integers[:, row] = job.number, job.gpus, job.priority, user, _NO_NODE
@@ -418,9 +423,36 @@ class LiveTable:
         """Return whether, under an order by arrival, `queue` is that order, and every job of it may start."""
         return self.quotas is None and self.teams is None and not self.is_partitioned
 
-    def partitions_at(self, rows: Integers) -> list[str]:
-        """Return the partitions of the jobs at these rows, by position."""
-        return ["" if (job := self.jobs[row]) is None else job.partition.name for row in rows.tolist()]
+    @property
+    def is_partitioned(self) -> bool:
+        """Return whether some nodes are not for all jobs."""
+        return self._has_partitions or self.has_closed_nodes
+
+    @property
+    def has_closed_nodes(self) -> bool:
+        """Return whether nodes are closed to a job."""
+        return bool(self._closed)
+
+    def admissions_at(self, rows: Integers) -> list[NodeAdmission]:
+        """Return which nodes are for the jobs at these rows, by position."""
+        found = [self.jobs[row] for row in rows.tolist()]
+        return [_ALL_NODES if job is None else (job.partition.name, job.closed_nodes) for job in found]
+
+    def live(self) -> Iterator[tuple[JobRecord, Gang | None]]:
+        """Yield all live jobs, each with its gang, by row."""
+        for job, gang in zip(self.jobs, self.gangs, strict=True):
+            if job is not None:
+                yield job, gang
+
+    def close(self, closed: Mapping[int, frozenset[str]]) -> None:
+        """Set the nodes that jobs may not use, by number. All others may use all nodes of their partition."""
+        for number in {*self._closed, *closed}:
+            row = self._row_of.get(number)
+            job = None if row is None else self.jobs[row]
+            nodes = closed.get(number, _NO_NODES)
+            if row is not None and job is not None and job.closed_nodes is not nodes:
+                self.jobs[row] = replace(job, closed_nodes=nodes)
+        self._closed = closed.keys()
 
     def queue(self) -> Iterator[JobRecord]:
         """Yield the jobs that could start, by priority and number."""

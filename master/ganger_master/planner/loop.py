@@ -6,15 +6,18 @@ The loop is pure: times are arguments. Its memory saves time; all of it could be
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, assert_never
 
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.view import View
+from ganger.job_state import JobState
 
 from ganger_master.core.commands import KeepPlace
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.plan_changes import StartChange
+from ganger_master.core.reservations import NO_CLOSURES, NodeClosures
 from ganger_master.planner.context import (
     ClusterChange,
     Plan,
@@ -28,6 +31,7 @@ from ganger_master.planner.context import (
 )
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import OrderStage
+from ganger_master.planner.plan import partition_bounds
 from ganger_master.planner.plan_pace import NONE_EXCLUDED, AnsweredPlan, PlanPace, RefusalBackoff, RoundPace, is_stop
 from ganger_master.policies import (
     Colocate,
@@ -79,6 +83,9 @@ class PlannerLoop:
         self._pace = settings.pace
         self._refused = RefusalBackoff()
         self._excluded = NONE_EXCLUDED
+        # Which nodes reservations close to jobs, and which jobs refusals have closed nodes to.
+        self._closures = NO_CLOSURES
+        self._noted: Mapping[int, frozenset[str]] = {}
         self._cluster: ClusterChange | None = None
         self._room: CapacityIndex | None = None
         self._is_news = False
@@ -215,13 +222,15 @@ class PlannerLoop:
         assert self._room is not None, "the cluster was observed"
         assert self._cluster is not None, "the cluster was observed"
         excluded = self._refused.at(now)
+        self._close_nodes(now)
+        excluded = excluded.resting(self._shut_out(self._room.view))
         began_s = self._pace.round_began_s(now)
         if began_s < math.inf:
             waiting = self.table.queue()
             excluded = excluded.resting(frozenset([job.number for job in waiting if job.create_time > began_s]))
         # A refusal that has expired triggers a plan.
-        is_news = self._is_news or excluded != self._excluded
-        self._excluded = excluded
+        is_news = self._is_news or (excluded, self._refused.closed_nodes) != (self._excluded, self._noted)
+        self._excluded, self._noted = excluded, dict(self._refused.closed_nodes)
         found = PlanContext(
             now, self.policy, self.order, self.settings, self._pace, self._cluster, self.table, self._room, self._rates
         )
@@ -231,6 +240,30 @@ class PlannerLoop:
             found.on_trial = frozenset().union(*[stage.on_trial for stage in self._stages])
         found.terms = terms_of(self.policy, self.table)
         return found
+
+    def _close_nodes(self, now: float) -> None:
+        """Note at each job the nodes that reservations, or the refusals of the master, close to it."""
+        assert self._cluster is not None, "the cluster was observed"
+        if not self._closures.are_of(self._cluster.reservations, now):
+            self._closures = NodeClosures(self._cluster.reservations, now)
+        closed = dict(self._refused.closed_nodes)
+        for job, gang in self.table.live() if self._closures else ():
+            nodes = self._closures.of(job, now)
+            if gang is not None and job.state is JobState.HOLDING and not nodes.isdisjoint(gang.nodes):
+                # Where it runs it stays, until the master empties the node.
+                nodes = nodes.difference(gang.nodes)
+            if nodes:
+                closed[job.number] = nodes | closed[job.number] if job.number in closed else nodes
+        self.table.close(closed)
+
+    def _shut_out(self, view: View) -> list[int]:
+        """Return the numbers of pending jobs that closed nodes leave too few GPUs, whatever leaves the others."""
+        jobs = [job for job in self.table.queue() if job.closed_nodes] if self.table.has_closed_nodes else []
+        if not jobs:
+            return []
+        bounds = partition_bounds([(job.partition.name, job.closed_nodes) for job in jobs], view)
+        most, pairs = bounds.most(), zip(jobs, bounds.partition, strict=True)
+        return [job.number for job, number in pairs if most.get(number, -1) < (job.spec.gpus_min or job.gpus)]
 
     def _plan_of(self, context: PlanContext) -> Plan:
         draft, now = context.draft, context.now

@@ -154,7 +154,7 @@ class SliceMatrices:
                 return
             spec = job.spec
             alike = (job.shape, job.priority, spec.device_type, job.arena_bytes_per_device, may_take_turns(job, None))
-            is_alike = gang is None and job.number not in self._kept_out.nodes and not job.epoch
+            is_alike = gang is None and not job.epoch
             if is_alike and alike in vain:
                 continue
             one = self._joiner(job, gang)
@@ -172,6 +172,8 @@ class SliceMatrices:
     def may_go_on(self, job: JobRecord, gang: Gang) -> bool:
         """Return whether a parked job may be time-sliced where it is, given enough host memory."""
         if job.number in self._kept_out.not_started or not takes_turns(job):
+            return False
+        if not job.closed_nodes.isdisjoint(gang.nodes):
             return False
         return self._may_join(_where_it_rests(job, gang)) and all(map(self._fits_cores, gang.claims))
 
@@ -282,7 +284,7 @@ class SliceMatrices:
             if slot is None or not self._view.available[slot]:
                 continue
             topology = self._view.topologies[slot]
-            if not topology.is_in(job.partition.name):
+            if not topology.is_in(job.partition.name) or name in job.closed_nodes:
                 continue
             open_ones = [d for d in range(topology.devices) if self._is_open((name, d), job)]
             open_ones.sort(key=lambda device: (len(self._on.get((name, device), ())), device))
@@ -297,6 +299,7 @@ class SliceMatrices:
         topologies = self._view.topologies
         there = zip(self._view.nodes, self._view.available, topologies, strict=True)
         names = [name for name, is_there, of in there if name and is_there and of.is_in(job.partition.name)]
+        names = [name for name in names if name not in job.closed_nodes]
         devices = {name: topologies[self._view.slots[name]].devices for name in names}
         most = max(devices.values(), default=0)
         if not most or job.gpus <= most or job.gpus % most:
@@ -327,7 +330,7 @@ class SliceMatrices:
         return (max(counts), sum(counts), len(set().union(*there)), seat) if counts else None
 
     def _at(self, job: JobRecord, seat: Seat) -> SlicedJob | None:
-        """Return a job of one role on exactly these devices; None if cores or memory lack, or the node is excluded."""
+        """Return a job of one role on exactly these devices; None if cores or memory lack, or a node is closed."""
         task = job.shape.roles[0].shape
         claims = []
         for name, mask in seat:
@@ -336,7 +339,7 @@ class SliceMatrices:
                 return None
             topology = self._view.topologies[slot]
             made = topology.configuration_set
-            if not topology.accepts(job.spec.device_type, job.partition.name):
+            if not topology.accepts(job.spec.device_type, job.partition.name) or name in job.closed_nodes:
                 return None
             # A job without a measurement may need all memory of a device.
             arena = job.arena_bytes_per_device or made.device_memory_bytes
@@ -357,8 +360,7 @@ class SliceMatrices:
         types = {self._view.topology(claim.node).configuration_set.device_type for claim in claims}
         if "," in job.spec.device_type and len(types) > 1:
             return None
-        closed = self._kept_out.nodes.get(job.number, frozenset())
-        return None if any(claim.node in closed for claim in claims) else SlicedJob(job, None, tuple(claims))
+        return SlicedJob(job, None, tuple(claims))
 
     def _free_cores(self, name: str) -> tuple[int, ...]:
         """Return the millicores by socket that one slice may use: free ones and those of time-sliced gangs there."""

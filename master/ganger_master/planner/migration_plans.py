@@ -208,7 +208,8 @@ def _follow(
             trying.take(step.claims)
     if plan.waiting and (_are_done(stages) or is_free(view, plan.place)):
         found = table.get(plan.waiting)
-        if found is not None and not fit(view, found[0].shape, plan.place, retune=True):
+        is_open = found is not None and found[0].closed_nodes.isdisjoint([claim.node for claim in plan.place])
+        if found is not None and is_open and not fit(view, found[0].shape, plan.place, retune=True):
             changes.append(StartChange(plan.waiting, found[0].revision, plan.place))
             trying.take(plan.place)
     return replace(plan, steps=tuple(steps))

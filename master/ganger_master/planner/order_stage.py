@@ -84,10 +84,7 @@ class OrderStage(PlanStage):
         begins = context.may_preempt and context.now >= self._packed_at_s + context.pace.round_s - INSTANT_S
         if begins:
             self._packed_at_s = context.now
-            # A refusal of some nodes leaves the job to a search that avoids them.
-            excluded = within_quotas(context)
-            excluded = excluded.resting(frozenset(excluded.nodes))
-            self._packing = packing_of(tuning, replace(context, excluded=excluded))
+            self._packing = packing_of(tuning, replace(context, excluded=within_quotas(context)))
             self._could_not_pack = self._packing is None
         if self._packing is None:
             return None

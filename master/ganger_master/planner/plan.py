@@ -23,6 +23,7 @@ from ganger_master.core.job_model import JobRecord
 from ganger_master.planner.context import NOTHING_TO_DO, PlanContext, PlanDraft
 from ganger_master.planner.device_groups import units
 from ganger_master.planner.gang_fitting import ChosenJobs, GangFitting, PreemptionCandidates
+from ganger_master.planner.job_table import NodeAdmission
 from ganger_master.planner.plan_pace import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.policies.orders import (
     Facts,
@@ -113,19 +114,28 @@ def queue_of(context: PlanContext, as_one: bool = False) -> RankedQueue:
     if as_one:
         units, facts = table.groups.units[rows], replace_of(facts, gpus=table.groups.with_all_gpus(rows, facts.gpus))
     changes_at = next_change_s(order, facts, context.now)
-    bounds = partition_bounds(table.partitions_at(rows), context.room.view) if table.is_partitioned else None
+    bounds = partition_bounds(table.admissions_at(rows), context.room.view) if table.is_partitioned else None
     gpus = capacity.gpus
     return RankedQueue(order, gpus, rows, facts, columns, waiting, candidates, pending, units, changes_at, bounds)
 
 
-def partition_bounds(partitions: Sequence[str], view: View) -> PartitionBounds:
-    """Return the bounds of partitions. partitions: that of each job, by position."""
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(partitions))}
+def partition_bounds(admissions: Sequence[NodeAdmission], view: View) -> PartitionBounds:
+    """Return the bounds of partitions. Jobs of one partition to which other nodes are closed count as another one.
+    admissions: that of each job, by position."""
+    numbers = {admission: number for number, admission in enumerate(dict.fromkeys(admissions))}
+    some_closed = frozenset[str]().union(*[closed for _, closed in numbers])
+    inside: dict[tuple[str, ...], list[NodeAdmission]] = {}
     gpus: Counter[frozenset[int]] = Counter()
-    for topology, is_available in zip(view.topologies, view.available, strict=True):
-        if is_available:
-            gpus[frozenset([numbers[name] for name in topology.partitions if name in numbers])] += topology.devices
-    return PartitionBounds([numbers[name] for name in partitions], gpus)
+    for name, topology, is_available in zip(view.nodes, view.topologies, view.available, strict=True):
+        if not is_available:
+            continue
+        there = inside.get(topology.partitions)
+        if there is None:
+            there = inside[topology.partitions] = [one for one in numbers if topology.is_in(one[0])]
+        if name in some_closed:
+            there = [one for one in there if name not in one[1]]
+        gpus[frozenset([numbers[one] for one in there])] += topology.devices
+    return PartitionBounds([numbers[one] for one in admissions], gpus)
 
 
 def choose(queue: RankedQueue) -> ChosenJobs:

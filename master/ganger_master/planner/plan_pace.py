@@ -5,7 +5,7 @@ must not provoke again.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import floor, inf
 from typing import Final, assert_never
 
@@ -200,12 +200,11 @@ NOTED_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ExcludedJobs:
-    """Jobs by number: not to be started, not to be preempted, not to be placed on these nodes. `unplaced`: jobs for
-    which the last plan that might preempt found no place."""
+    """Jobs by number: not to be started, not to be preempted. `unplaced`: jobs for which the last plan that might
+    preempt found no place."""
 
     not_started: Collection[int] = ()
     not_stopped: Collection[int] = ()
-    nodes: Mapping[int, frozenset[str]] = field(default_factory=dict)
     unplaced: Collection[int] = ()
 
     def resting(self, numbers: Collection[int]) -> ExcludedJobs:
@@ -266,11 +265,14 @@ class RefusalBackoff:
             for number in [number for number, end in ends.items() if end <= now]:
                 del ends[number]
         self._nodes = {number: nodes for number, nodes in self._nodes.items() if number in self._closed}
-        if not (self.has_notes or self._unplaced):
+        if not (self._not_started or self._not_stopped or self._unplaced):
             return NONE_EXCLUDED
-        return ExcludedJobs(
-            frozenset(self._not_started), frozenset(self._not_stopped), dict(self._nodes), self._unplaced
-        )
+        return ExcludedJobs(frozenset(self._not_started), frozenset(self._not_stopped), self._unplaced)
+
+    @property
+    def closed_nodes(self) -> Mapping[int, frozenset[str]]:
+        """Return the nodes where a job is not to be placed, by its number, as of the last `at`."""
+        return self._nodes
 
     @property
     def has_notes(self) -> bool:

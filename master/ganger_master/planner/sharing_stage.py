@@ -306,7 +306,8 @@ class _Filling:
         time slicing."""
         unserved, vain = [], set()
         for job, gang in pairs:
-            if gang is not None and is_free(self._room.view, gang.lacking_claims):
+            is_open = gang is not None and job.closed_nodes.isdisjoint(gang.nodes)
+            if gang is not None and is_open and is_free(self._room.view, gang.lacking_claims):
                 self._change(StartChange(job.number, job.revision, gang.claims), gang.lacking_claims)
                 continue
             shape = thin(job.shape, self.least_memory)

@@ -126,7 +126,7 @@ class _PendingDemand:
     def __init__(self, context: PlanContext) -> None:
         view, excluded = context.room.view, context.excluded
         self._table, self._view = context.jobs, view
-        self._missing: dict[tuple[Topology, int], int] = {}
+        self._missing: dict[tuple[Topology, int, str], int] = {}
         types = {made.device_type for made in view.sets.values()}
         hopeless = {*excluded.not_started, *excluded.unplaced}
         self.jobs = [
@@ -134,6 +134,7 @@ class _PendingDemand:
             for job in context.jobs.waiting_at_most(context.capacity.gpus)
             if job.gpus and job.number not in hopeless and any(accepts_type(job.spec.device_type, one) for one in types)
         ]
+        self._closed = frozenset[str]().union(*[job.closed_nodes for job in self.jobs])
 
     def longest_wait_s(self, now: float) -> float:
         """Return the longest time for which one of the jobs has been pending."""
@@ -142,18 +143,20 @@ class _PendingDemand:
     def missing_devices(self, guest: Berth) -> float:
         """Return the devices of the guest's type and partitions that jobs of at least its priority lack. Free devices
         count, since they may suffice together with those that the guest frees."""
-        found = self._table.get(guest.residents[0].number)
-        key = self._view.topology(guest.seat[0][0]), found[0].priority if found is not None else 0
+        found, node = self._table.get(guest.residents[0].number), guest.seat[0][0]
+        named = node if node in self._closed else ""
+        key = self._view.topology(node), found[0].priority if found is not None else 0, named
         if key not in self._missing:
             self._missing[key] = self._count_missing(*key)
         return self._missing[key]
 
-    def _count_missing(self, like: Topology, least_priority: int) -> int:
+    def _count_missing(self, like: Topology, least_priority: int, node: str) -> int:
         view, device_type = self._view, like.configuration_set.device_type
         requested = [
             job.gpus
             for job in self.jobs
             if job.priority >= least_priority and like.accepts(job.spec.device_type, job.partition.name)
+            if node not in job.closed_nodes
         ]
         free = [
             mask.bit_count()

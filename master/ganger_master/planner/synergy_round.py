@@ -300,7 +300,8 @@ class _Packable:
             not self._known.knows_memory_of(job.number) and named <= shape.gpus * self._least_share
         )
         runs_anywhere = shape.nodes < 2 and all(accepts_type(shape.device_type, one) for one in self._types)
-        runs_anywhere = runs_anywhere and not (shape.names_bandwidth and self._view.bandwidth)
+        is_bounded = bool(shape.closed_nodes) or (shape.names_bandwidth and bool(self._view.bandwidth))
+        runs_anywhere = runs_anywhere and not is_bounded
         if shape.partition:
             runs_anywhere = runs_anywhere and all(shape.partition in names for names in self._partitions)
         return shape.gpus > 0 and (is_plain or _is_local(job)) and has_room and runs_anywhere

@@ -51,7 +51,7 @@ def plan_tetris(knobs: Knobs, context: PlanContext) -> PlanDraft:
         work = (_parts(facts, capacity).sum(axis=0) + _bandwidth_parts(table, rows, room.view).sum(axis=0)) * left
     line = ranked(order, facts, now, capacity)
     line = line[table.is_waiting(rows)[line]]
-    refused = [*excluded.not_started, *excluded.nodes]
+    refused = list(excluded.not_started)
     waiting = line[~np.isin(facts.number[line], refused)][:_MOST_WEIGHED] if refused else line[:_MOST_WEIGHED]
     overdue, _ = guarded(order, facts, capacity.gpus)
     jobs = [job for row in rows[waiting].tolist() if (job := table.jobs[row]) is not None]
@@ -113,13 +113,15 @@ class _Starting:
                 self._found.append((int(part[at]), claims))
 
     def _by_partition(self, positions: Integers) -> list[Integers]:
-        """Return the jobs of each partition, those of the highest priority first; without partitions all of them."""
+        """Return the jobs of each partition, those of the highest priority first, and apart from them jobs that some of
+        its nodes are closed to; without partitions and closed nodes all of them."""
         if not self._table.is_partitioned:
             return [positions]
-        found: dict[tuple[int, str], list[int]] = {}
+        found: dict[tuple[int, str, int], list[int]] = {}
+        numbers: dict[frozenset[str], int] = {}
         for at in positions.tolist():
-            terms = self._jobs[at].partition
-            found.setdefault((-terms.priority, terms.name), []).append(at)
+            terms, closed = self._jobs[at].partition, self._jobs[at].closed_nodes
+            found.setdefault((-terms.priority, terms.name, numbers.setdefault(closed, len(numbers))), []).append(at)
         return [np.array(found[key], np.int64) for key in sorted(found)]
 
     def undone(self) -> tuple[PlanChange, ...]:

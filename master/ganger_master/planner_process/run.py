@@ -30,6 +30,7 @@ from ganger.wire.errors import Restoring
 from ganger_master.core.answers import ChangeAnswer
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
+from ganger_master.core.node_model import Reservation
 from ganger_master.core.plan_changes import CoresChange, PlanChange, StartChange
 from ganger_master.decision_log.recording import failure_of
 from ganger_master.planner.context import ClusterChange, Plan, PlanVerdict, ProgressReports, parts_of
@@ -49,6 +50,7 @@ from ganger_master.rpc.planner_messages import (
     teams_from_wire,
     use_from_wire,
 )
+from ganger_master.rpc.reservation_messages import reservation_from_wire
 
 log = logging.getLogger(__name__)
 
@@ -418,6 +420,7 @@ class ClusterMirror:
         # Seconds by which the master's clock is ahead of this one.
         self._ahead_s = 0.0
         self._mirror = Mirror()
+        self._reservations: tuple[Reservation, ...] = ()
         self._parts: list[scheduling_pb2.ClusterDelta] = []
         self._revisions: dict[int, int] = {}
         # Numbers of jobs without news since `expect_news`.
@@ -442,6 +445,9 @@ class ClusterMirror:
             # Masters that do not send the field have no partitions.
             self.needs_planner = first.needs_planner or bool(first.teams)
         self._mirror.apply(first.view)
+        if first.HasField("reservations"):
+            sent = [one for part in parts for one in part.reservations.reservations]
+            self._reservations = tuple(map(reservation_from_wire, sent))
         jobs = [self._put(job) for part in parts for job in part.jobs]
         forgotten = [names.parse_job_name(name) for name in first.removed_jobs]
         for number in forgotten:
@@ -463,6 +469,7 @@ class ClusterMirror:
             changing=frozenset(map(names.parse_node_set_name, first.changing_node_sets)),
             quantum_s=times.seconds(first.quantum) if first.HasField("quantum") else None,
             moves_per_hour=first.migrations_per_hour if first.HasField("migrations_per_hour") else None,
+            reservations=self._reservations,
         )
 
     def expect_news(self, numbers: Iterable[int]) -> None:

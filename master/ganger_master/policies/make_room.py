@@ -399,7 +399,7 @@ class _Search:
         least[~(columns.available[:size] & fits[columns.sets[:size]])] = np.inf
         if shape.partition:
             least[[not topology.is_in(shape.partition) for topology in view.topologies]] = np.inf
-        least[[view.slots[name] for name in avoid if name in view.slots]] = np.inf
+        least[[view.slots[name] for name in avoid | shape.closed_nodes if name in view.slots]] = np.inf
         return least
 
     def _spans(self, level: LocalityLevel, slots: NDArray[np.int64]) -> list[NDArray[np.int64]]:

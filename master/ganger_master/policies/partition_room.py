@@ -20,6 +20,14 @@ class PartitionBounds(Struct, frozen=True, eq=False, gc=False):
     partition: Sequence[int]
     gpus: Mapping[frozenset[int], int]
 
+    def most(self) -> dict[int, int]:
+        """Return the GPUs of all nodes of each partition that has any."""
+        found: dict[int, int] = defaultdict(int)
+        for group, gpus in self.gpus.items():
+            for partition in group:
+                found[partition] += gpus
+        return dict(found)
+
     def beside(self, partition: int) -> frozenset[int]:
         """Return the partitions with nodes in common with one, itself among them."""
         return frozenset({partition}).union(*[group for group in self.gpus if partition in group])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import aclosing
+from itertools import chain, starmap
 from typing import Any, Final, TypeAlias
 
 from ganger.cluster.resources import NodeRow
@@ -21,7 +22,9 @@ from ganger_master.core import commands
 from ganger_master.core.answers import Answer, Done, JobAnswer, PlanAnswer, Refused
 from ganger_master.core.approval import may_never_start
 from ganger_master.core.ending import is_backing_off
+from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
+from ganger_master.core.node_model import Reservation
 from ganger_master.core.plan_changes import SliceChange, StartChange, claims_in
 from ganger_master.core.queue import GrantedLease
 from ganger_master.core.settings import CoreSettings
@@ -38,6 +41,7 @@ from ganger_master.rpc.answer_messages import (
 )
 from ganger_master.rpc.job_service import STREAM_S
 from ganger_master.rpc.planner_messages import live_job_to_wire, plan_from_wire, teams_to_wire, use_to_wire
+from ganger_master.rpc.reservation_messages import reservation_to_wire
 from ganger_master.runtime.publication import ProgressBoard, comes
 from ganger_master.runtime.writer import Writer
 
@@ -121,6 +125,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
         end = loop.time() + STREAM_S
         committed = self._writer.committed
         sent, shown, use = 0, set[str](), dict[str, UserUsage]()
+        reserved: tuple[Reservation, ...] = ()
         with committed.watching_jobs() as news:
             while loop.time() < end:
                 news.mark.clear()
@@ -155,20 +160,14 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                 )
                 if not sent:
                     _add_limits(settings, delta)
+                changed: tuple[Reservation, ...] = ()
+                if not sent or reserved != tuple(committed.reservations.values()):
+                    changed = reserved = tuple(committed.reservations.values())
+                    delta.reservations.SetInParent()
                 sent = committed.view_version
                 delta.view.nodes.extend(await _messages(rows))
-                room = PageRoom(_JOBS_AT_ONCE)
-                room.take(delta)
-                for job, gang in there:
-                    live_job_to_wire(job, gang, message := scheduling_pb2.LiveJob())
-                    if not room.take(message):
-                        delta.has_more = True
-                        yield delta
-                        delta, room = scheduling_pb2.ClusterDelta(), PageRoom(_JOBS_AT_ONCE)
-                        room.take(message)
-                        await asyncio.sleep(0)
-                    delta.jobs.append(message)
-                yield delta
+                async for part in _in_parts(delta, changed, there, self._writer.now()):
+                    yield part
                 await asyncio.sleep(_CLUSTER_DELTA_S)
                 if not await comes(news.mark, end - loop.time()):
                     return
@@ -371,6 +370,36 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
             device_memory_bytes=job.shape.device_memory_bytes,
             task_memory_bytes=job.shape.task_memory_bytes,
         )
+
+
+async def _in_parts(
+    delta: scheduling_pb2.ClusterDelta,
+    reservations: Iterable[Reservation],
+    jobs: Iterable[tuple[JobRecord, Gang | None]],
+    now: float,
+) -> AsyncGenerator[scheduling_pb2.ClusterDelta, None]:
+    """Yield a delta with these reservations and jobs, in as many messages as they need."""
+    room = PageRoom(_JOBS_AT_ONCE)
+    room.take(delta)
+    messages: Iterator[node_pb2.Reservation | scheduling_pb2.LiveJob]
+    messages = chain((reservation_to_wire(one, now) for one in reservations), starmap(_live_job, jobs))
+    for message in messages:
+        if not room.take(message):
+            delta.has_more = True
+            yield delta
+            delta, room = scheduling_pb2.ClusterDelta(), PageRoom(_JOBS_AT_ONCE)
+            room.take(message)
+            await asyncio.sleep(0)
+        if isinstance(message, node_pb2.Reservation):
+            delta.reservations.reservations.append(message)
+        else:
+            delta.jobs.append(message)
+    yield delta
+
+
+def _live_job(job: JobRecord, gang: Gang | None) -> scheduling_pb2.LiveJob:
+    live_job_to_wire(job, gang, message := scheduling_pb2.LiveJob())
+    return message
 
 
 def _add_limits(settings: CoreSettings, delta: scheduling_pb2.ClusterDelta) -> None:

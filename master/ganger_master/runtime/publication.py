@@ -177,13 +177,13 @@ class CommittedState:
             else:
                 kept, place = self._place_of(kind, key)
                 kept[place] = element
-        has_sets = any(kind == "node_set" for kind, _ in (*news.removes, *news.puts))
+        is_beside = any(kind in ("node_set", "reservation") for kind, _ in (*news.removes, *news.puts))
         self.desired.update(news.desired)
         if news.rows or news.view_version > self.view_version:
             self._show(news.rows)
             self.view_version = news.view_version
             self.devices, self.free_devices, self.mode = news.devices, news.free_devices, news.mode
-        if self._job_watchers and (news.jobs or news.rows or has_sets):
+        if self._job_watchers and (news.jobs or news.rows or is_beside):
             for watched in self._job_watchers:
                 watched.add(news.jobs)
         if self._watchers:
@@ -223,7 +223,8 @@ class CommittedState:
 
     @contextmanager
     def watching_jobs(self) -> Iterator[JobNews]:
-        """Collects which jobs changed. Changes of the view and node sets, and nodes that leave, set its mark, too."""
+        """Collects which jobs changed. Changes of the view, node sets and reservations, and nodes that leave, set its
+        mark, too."""
         news = JobNews()
         self._job_watchers.add(news)
         try:
