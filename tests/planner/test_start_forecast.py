@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TypeAlias
 
 import pytest
-from ganger.cluster.resources import LocalityLevel, Role, TaskShape
+from ganger.cluster.resources import Claim, LocalityLevel, Role, TaskShape
 from ganger.cluster.view import View
 from ganger.job_state import JobState
 from ganger_master.core.explain import StartEstimate
-from ganger_master.core.gang_model import Gang, GangPhase, GangRole
+from ganger_master.core.gang_model import Gang, GangPhase, GangRole, Piece
 from ganger_master.core.job_model import JobRecord, JobSpec
 from ganger_master.core.partitions import PartitionTerms
 from ganger_master.planner.job_forecasts import inside_partition, start_forecast
@@ -48,8 +48,11 @@ def forecast(
     return start_forecast(pairs, jobs[-1].number, order, view, NOW, preempts=preempts, limit=limit)
 
 
-def _gang(job: JobRecord) -> Gang:
-    return Gang(job.number, job.number, GangRole.ACTIVE, GangPhase.RUNNING, (), LocalityLevel.CLUSTER, NOW)
+def _gang(job: JobRecord, **devices: int) -> Gang:
+    """`devices`: masks by node."""
+    claims = [Claim(node, mask, (0,), 0) for node, mask in devices.items()]
+    pieces = tuple([Piece(claim, claim) for claim in claims])
+    return Gang(job.number, job.number, GangRole.ACTIVE, GangPhase.RUNNING, pieces, LocalityLevel.CLUSTER, NOW)
 
 
 @pytest.mark.parametrize(
@@ -113,19 +116,18 @@ Nodes: TypeAlias = tuple[tuple[str, tuple[str, ...]], ...]
 PARTITIONED: Nodes = (("n1", ("batch",)), ("n2", ("urgent",)))
 
 
-def forecast_in(partition: str, *jobs: tuple[JobRecord, str], nodes: Nodes = PARTITIONED) -> StartEstimate | None:
+def forecast_in(partition: str, *jobs: tuple[JobRecord, str], nodes: Nodes = PARTITIONED) -> StartEstimate:
     """Of the last job, on two nodes of 4 GPUs in partitions. The jobs, each with its partition, hold all of one."""
     view = View([SERVER])
     for name, partitions in nodes:
         view.put(replace(idle_row(name, SERVER), partitions=partitions))
     placed = [replace(job, partition=PartitionTerms(inside)) for job, inside in jobs]
-    pairs = [(one, _gang(one) if one.running_since else None) for one in placed]
+    pairs = [(one, _gang(one, **{f"n{one.number}": 0b1111}) if one.running_since else None) for one in placed]
     for number in [one.number for one in placed if one.running_since]:
         view.put(replace(idle_row(f"n{number}", SERVER), free_mask=0, partitions=view.row(f"n{number}").partitions))
     there = inside_partition(pairs, view, partition)
-    if there is None:
-        return None
-    return start_forecast(there[0], placed[-1].number, {}, there[1], NOW, preempts=False)
+    number = placed[-1].number
+    return start_forecast(there.pairs, number, {}, there.view, NOW, preempts=False, rivals=there.rivals)
 
 
 def test_a_forecast_in_a_partition_counts_its_own_nodes_and_jobs_only() -> None:
@@ -134,7 +136,25 @@ def test_a_forecast_in_a_partition_counts_its_own_nodes_and_jobs_only() -> None:
     assert forecast_in("urgent", (held, "batch"), (other, "urgent")) == StartEstimate(0.0, 1.0, BY_LINDY)
 
 
-def test_there_is_no_forecast_in_a_partition_with_nodes_in_common_with_another() -> None:
-    nodes = (("n1", ("batch",)), ("n2", ("batch", "urgent")))
-    assert forecast_in("urgent", (waiting(3, 2), "urgent"), nodes=nodes) is None
-    assert forecast_in("batch", (waiting(3, 2), "batch"), nodes=nodes) is None
+OVERLAPPING: Nodes = (("n1", ("batch",)), ("n2", ("batch", "urgent")))
+
+
+def test_in_a_partition_with_nodes_in_common_jobs_of_the_other_one_may_delay_a_start() -> None:
+    held, first, last = running(2, 4, 1_000), waiting(3, 4), waiting(4, 4)
+    # The running job has all of "urgent"; the pending one of "batch" takes that next, or the other node at once.
+    found = forecast_in("urgent", (held, "batch"), (first, "batch"), (last, "urgent"), nodes=OVERLAPPING)
+    assert found == StartEstimate(500.0, 2_600.0, f"{BY_LINDY}, whichever nodes jobs of other partitions get")
+    assert forecast_in("urgent", (held, "batch"), (last, "urgent"), nodes=OVERLAPPING).before == 2_000.0
+    assert forecast_in("batch", (held, "urgent"), (last, "batch"), nodes=OVERLAPPING).before == 1.0
+
+
+def test_a_gang_on_nodes_of_two_partitions_holds_only_a_part_of_each() -> None:
+    view = View([SERVER])
+    view.put(replace(idle_row("n1", SERVER), partitions=("batch",), free_mask=0))
+    view.put(replace(idle_row("n2", SERVER), partitions=("batch", "urgent"), free_mask=0b1100))
+    wide = replace(running(1, 6, 1_000), epoch=1, partition=PartitionTerms("batch"))
+    late = replace(waiting(2, 2), partition=PartitionTerms("urgent"))
+    there = inside_partition([(wide, _gang(wide, n1=0b1111, n2=0b0011)), (late, None)], view, "urgent")
+    assert [job.gpus for job, _ in there.pairs] == [2, 2]
+    found = start_forecast(there.pairs, 2, {}, there.view, NOW, preempts=False)
+    assert (found.after, found.before) == (0.0, 1.0)

@@ -5,7 +5,7 @@ when a waiting job may start. Run times are medians of similar jobs (`estimators
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, TypeAlias
@@ -13,6 +13,7 @@ from typing import Final, TypeAlias
 import numpy as np
 from ganger.cluster.view import View
 from ganger.text import counted
+from msgspec.structs import replace
 
 from ganger_master.core.explain import StartEstimate
 from ganger_master.core.gang_model import Gang
@@ -179,25 +180,42 @@ _AHEAD_MOST: Final = 1_000
 Pairs: TypeAlias = Sequence[tuple[JobRecord, Gang | None]]
 
 
-def inside_partition(pairs: Pairs, view: View, partition: str) -> tuple[Pairs, View] | None:
-    """Return the jobs and the view from which a forecast for a job of a partition follows: ended jobs, and those of its
-    nodes. None if it has nodes in common with another partition: which of them jobs will get is unknown."""
+@dataclass(frozen=True, slots=True)
+class PartitionPart:
+    """What a forecast for a job of a partition follows from: ended jobs, and the jobs and free devices of its nodes.
+
+    rivals: numbers of pending jobs of other partitions that may get some of its nodes, or others."""
+
+    pairs: Pairs
+    view: View
+    rivals: frozenset[int]
+
+
+def inside_partition(pairs: Pairs, view: View, partition: str) -> PartitionPart:
+    """Return the part of the cluster that a partition has. Of a gang that is partly outside it has a smaller one."""
     found = [(name, topology.partitions) for name, topology in zip(view.nodes, view.topologies, strict=True) if name]
-    inside = {name: partitions for name, partitions in found if partition in partitions}
-    if any(len(partitions) > 1 for partitions in inside.values()):
-        return None
-    own = [
-        (job, gang)
-        for job, gang in pairs
-        if job.state.is_finished
-        or job.partition.name == partition
-        or (gang is not None and not inside.keys().isdisjoint(gang.nodes))
-    ]
+    inside = {name for name, partitions in found if partition in partitions}
+    beside = frozenset[str]().union(*[partitions for _, partitions in found if partition in partitions])
+    own: list[tuple[JobRecord, Gang | None]] = []
+    rivals = set[int]()
+    for job, gang in pairs:
+        is_here = gang is not None and not inside.isdisjoint(gang.nodes)
+        if job.state.is_finished or job.partition.name == partition or is_here:
+            own.append((_within(job, gang, inside) if is_here and gang is not None else job, gang))
+        elif job.is_waiting and job.partition.name in beside:
+            own.append((job, gang))
+            rivals.add(job.number)
     there = view.copy()
     for name, partitions in found:
         if partition not in partitions:
             there.set_available(name, False)
-    return own, there
+    return PartitionPart(own, there, frozenset(rivals))
+
+
+def _within(job: JobRecord, gang: Gang, nodes: Collection[str]) -> JobRecord:
+    """Return a job with the devices that its gang has on these nodes."""
+    here = sum([claim.device_mask.bit_count() for claim in gang.claims if claim.node in nodes])
+    return replace(job, gpus_given=here) if 0 < here < gang.devices else job
 
 
 def start_forecast(
@@ -209,11 +227,16 @@ def start_forecast(
     *,
     preempts: bool,
     limit: int | None = None,
+    rivals: Collection[int] = (),
 ) -> StartEstimate:
-    """Return when job `number` may start. `jobs`: all that are kept, with their gangs, the ended ones too; `ranks`:
-    place in the planner's order, by number; `preempts`: running jobs may be stopped for it, so it may start at any
-    time; `limit`: most GPUs that these jobs may hold, where that is what it waits for. Without an assumption the job
-    waits no longer."""
+    """Return when job `number` may start. Without an assumption the job waits no longer.
+
+    jobs: all that are kept, with their gangs, the ended ones too.
+    ranks: place in the planner's order, by number.
+    preempts: running jobs may be stopped for it, so it may start at any time.
+    limit: most GPUs that these jobs may hold, where that is what it waits for.
+    rivals: numbers of pending jobs that may get other nodes: they delay the latest start only.
+    """
     table = LiveTable()
     for job, gang in jobs:
         table.put(job, gang)
@@ -227,10 +250,11 @@ def start_forecast(
     is_learned = not np.isnan(expected).all()
     expected = np.where(np.isnan(expected), np.maximum(facts.attained_s, _LEAST_S), expected)
     limits = until_limits(table, rows, now)
-    gpus, free = facts.gpus[line], capacity_of(view, table).gpus if limit is None else limit
+    free = capacity_of(view, table).gpus if limit is None else limit
+    own = line[~np.isin(facts.number[line], list(rivals))] if rivals else line
     soon, late = (
-        float(spans(gpus, np.fmin(expected * factor, limits)[line], free, now)[0][-1]) - now
-        for factor in (1.0 / _SPREAD, _SPREAD)
+        float(spans(facts.gpus[some], np.fmin(expected * factor, limits)[some], free, now)[0][-1]) - now
+        for factor, some in ((1.0 / _SPREAD, own), (_SPREAD, line))
     )
     if math.isinf(late):
         return StartEstimate(0.0, 0.0, "unknown, because it would not fit even if all running jobs ended")
@@ -238,6 +262,8 @@ def start_forecast(
     rests_on = f"if the jobs before it take half to twice as long as {long}, and later ones do not go first"
     if limit is not None:
         rests_on += ", and there is room then"
+    if len(own) < len(line):
+        rests_on += ", whichever nodes jobs of other partitions get"
     return StartEstimate(0.0 if preempts else max(0.0, soon), max(1.0, late), rests_on)
 
 

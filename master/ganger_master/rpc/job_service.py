@@ -279,13 +279,13 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         # To preempt jobs of others makes no room in a share.
         preempts = limit is None and (state.policy.order.preempts or state.policy.has(ShareByTimeSlices))
         view, now, partition = state.view.copy(), self._writer.now(), committed.jobs[number].partition.name
+        rivals = frozenset[int]()
         if partition and limit is None:
             there = inside_partition(pairs, view, partition)
-            if there is None:
-                text = f"unknown, because partition {partition!r} has nodes in common with others"
-                return msgspec.structs.replace(found, assumption=text)
-            pairs, view = there
-        said = await asyncio.to_thread(start_forecast, pairs, number, ranks, view, now, preempts=preempts, limit=limit)
+            pairs, view, rivals = there.pairs, there.view, there.rivals
+        said = await asyncio.to_thread(
+            start_forecast, pairs, number, ranks, view, now, preempts=preempts, limit=limit, rivals=rivals
+        )
         return msgspec.structs.replace(
             found, start_after_s=said.after, start_before_s=said.before, assumption=said.assumption or found.assumption
         )
@@ -302,9 +302,9 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         view, partition = state.view.copy(), job.partition.name
         if partition:
             there = inside_partition(pairs, view, partition)
-            if there is None:
+            if there.rivals:
                 return f"unknown whether it can be met: partition {partition!r} has nodes in common with others"
-            pairs, view = there
+            pairs, view = there.pairs, there.view
         return await asyncio.to_thread(deadline_advice, pairs, number, view, self._writer.now())
 
     async def GetUsage(self, request: usage_pb2.GetUsageRequest, context: Any) -> usage_pb2.Usage:
