@@ -319,6 +319,10 @@ class Client:
         """Keep nodes for users or for maintenance, for a time; return the reservation as the master has it."""
         return self._call(self._nodes.CreateReservation, node_pb2.CreateReservationRequest(reservation=reservation))
 
+    def update_reservation(self, request: node_pb2.UpdateReservationRequest) -> node_pb2.Reservation:
+        """Change what is set in the request of a reservation that is not over; return it as the master has it."""
+        return self._call(self._nodes.UpdateReservation, request)
+
     def list_reservations(self) -> list[node_pb2.Reservation]:
         """Return the reservations that are not over, by their start."""
         pages = self._pages(self._nodes.ListReservations, node_pb2.ListReservationsRequest())

@@ -111,6 +111,37 @@ def test_one_is_shown_with_all_its_users_and_an_unknown_one_is_named(
     assert "there is no reservation 'other': there are course" in capsys.readouterr().err
 
 
+def test_update_sends_only_what_is_named(call: Call, master: CannedMaster, capsys: Output) -> None:
+    assert call("reserve", "update", "course", "--users", "ann, zoe") == 0
+    sent = master.requests[-1]
+    assert (sent.name, sent.nodes, list(sent.users)) == ("course", "", ["ann", "zoe"])
+    assert not any(map(sent.HasField, ("start_time", "duration", "reason", "lead")))
+    assert capsys.readouterr().out.startswith("reservation course: n1 from ")
+    words = ("--start", "2h", "--duration", "90m", "--nodes", "gpu[1-2]", "--lead", "0s", "-m", "")
+    assert call("reserve", "update", "course", *words, "--json") == 0
+    sent = master.requests[-1]
+    assert abs(times.unix_s(sent.start_time) - time.time() - 7_200.0) < 60.0
+    assert (times.seconds(sent.duration), sent.nodes, list(sent.users)) == (5_400.0, "gpu[1-2]", [])
+    assert (times.seconds(sent.lead), sent.HasField("reason"), sent.reason) == (0.0, True, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((), "name what to change: --start, --duration, --nodes, --users, --lead or --reason"),
+        (("--users", ""), "names no user; for maintenance delete the reservation and create it anew"),
+        (("--nodes", " "), "names no node; `ganger reserve delete a` ends it"),
+        (("--start", "soon"), "--start: 'soon' is neither a time nor a duration"),
+    ],
+)
+def test_an_update_that_names_nothing_is_refused(
+    call: Call, master: CannedMaster, words: tuple[str, ...], told: str, capsys: Output
+) -> None:
+    assert call("reserve", "update", "a", *words) == 2
+    assert told in capsys.readouterr().err
+    assert not master.requests
+
+
 def test_delete_names_what_is_deleted_and_without_any_a_script_reads_nothing(
     call: Call, master: CannedMaster, capsys: Output
 ) -> None:

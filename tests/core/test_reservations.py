@@ -7,13 +7,14 @@ import math
 from typing import Any
 
 import pytest
-from core.drive import Drive, job_of
+from core.drive import GIB, Drive, job_of
 from faultsim.fault_cluster import FaultCluster
 from faultsim.test_stories import SERVER, gang, phase, started
 from ganger.cluster.refusals import Reason
+from ganger.cluster.resources import Claim
 from ganger.protocol.gang_orders import Mechanism
 from ganger_master.core.answers import Done, Refused, Rejected
-from ganger_master.core.approval import find_place, has_place
+from ganger_master.core.approval import find_place, has_place, kept_places_of
 from ganger_master.core.commands import (
     DeleteReservation,
     KeepPlace,
@@ -22,6 +23,7 @@ from ganger_master.core.commands import (
     Tick,
     UncordonNode,
     UpdateJob,
+    UpdateReservation,
 )
 from ganger_master.core.explain import explain
 from ganger_master.core.gang_model import GangPhase, ObservedPhase
@@ -104,6 +106,67 @@ def test_a_reservation_that_cannot_be_is_refused_with_the_reason(
     answer = reserved(UPGRADE).step(ReserveNodes(replace(UPGRADE, **changes), "olga"))
     assert (answer.reason if isinstance(answer, Refused) else None) == reason
     assert not isinstance(answer, Refused) or told in answer.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"start": 3_000.0}, {"start": 3_000.0, "end": 4_000.0}),
+        ({"duration_s": 500.0}, {"end": 1_500.0}),
+        ({"start": 500.0, "duration_s": 100.0}, {"start": 500.0, "end": 600.0}),
+        ({"nodes": ("n1", "n2")}, {"nodes": ("n1", "n2")}),
+        ({"users": ("ann",), "reason": "", "lead_s": 0.0}, {"users": ("ann",), "reason": "", "lead_s": 0.0}),
+    ],
+)
+def test_an_update_changes_what_it_names(changes: dict[str, Any], expected: dict[str, Any]) -> None:
+    drive = reserved(replace(UPGRADE, reason="disks"))
+    before = drive.state.reservations["upgrade"]
+    assert isinstance(drive.step(UpdateReservation("upgrade", **changes, user="eve")), Done)
+    assert drive.state.reservations == {"upgrade": replace(before, **expected)}
+    assert drive.told[-1].kind == "reservation_updated"
+    rows = len(drive.told)
+    assert isinstance(drive.step(UpdateReservation("upgrade", **changes, user="eve")), Done)
+    assert len(drive.told) == rows, "it is so already"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("upgrade", {"duration_s": 0.0}, "RESERVATION_INVALID"),
+        ("upgrade", {"start": 0.0, "duration_s": 0.5}, "RESERVATION_INVALID"),
+        ("upgrade", {"nodes": ("n9",)}, "NODE_NOT_FOUND"),
+        ("upgrade", {"nodes": ("n1", "n2")}, "RESERVATION_CONFLICT"),
+        ("upgrade", {"duration_s": 1_500.0}, None),
+        ("other", {"duration_s": 1.0}, "RESERVATION_NOT_FOUND"),
+    ],
+)
+def test_an_update_that_cannot_be_is_refused_and_changes_nothing(
+    name: str, changes: dict[str, Any], reason: str | None
+) -> None:
+    drive = reserved(UPGRADE)
+    drive.step(ReserveNodes(replace(UPGRADE, name="beside", nodes=("n2",)), "olga"))
+    before = dict(drive.state.reservations)
+    answer = drive.step(UpdateReservation(name, **changes))
+    assert getattr(answer, "reason", None) == reason
+    assert (drive.state.reservations == before) is (reason is not None)
+
+
+def test_an_update_of_one_that_lasts_frees_nodes_and_lets_users_in_at_once() -> None:
+    drive = reserved(replace(COURSE, nodes=("n1", "n2")))
+    at(drive, 1_500.0)
+    number = drive.submit(job_of(1), "cat")
+    assert isinstance(drive.request(number, *drive.places(number)), Rejected)
+    drive.step(UpdateReservation("course", nodes=("n1",)))
+    assert [drive.state.nodes[name].reserved_for for name in ("n1", "n2")] == [("ann", "bob"), ()]
+    drive.step(UpdateReservation("course", users=("cat",)))
+    assert drive.state.nodes["n1"].reserved_for == ("cat",)
+    drive.start(number)
+    drive.step(UpdateReservation("course", start=3_000.0))
+    assert not drive.state.nodes.reserved
+    at(drive, 2_950.0)
+    assert list(drive.state.nodes.reserved) == ["n1"]
+    at(drive, 4_000.0)
+    assert not drive.state.reservations
 
 
 def test_an_unknown_reservation_cannot_be_deleted() -> None:
@@ -324,6 +387,21 @@ def test_no_job_is_stopped_and_no_place_is_kept_for_a_job_that_a_reservation_kee
     answer: Any = drive.step(ProposePlan((suspend,)))
     (verdict,) = answer.verdicts
     assert [(one.reason, one.job) for one in verdict.refusals] == [(Reason.NODE_RESERVED, f"jobs/{number}")] * (not may)
+
+
+def test_without_a_planner_the_place_that_is_kept_for_a_job_is_not_on_a_node_that_is_closed_to_it() -> None:
+    drive = Drive(2, dataclasses.replace(NEVER_SILENT, policy="fifo-backfill"))
+    first = drive.submit(job_of(1))
+    drive.start(first)
+    (here,) = drive.state.gangs[1].nodes
+    (there,) = {"n1", "n2"} - {here}
+    drive.step(ReserveNodes(replace(UPGRADE, nodes=(there,), start=9_000.0, end=9_900.0), "olga"))
+    wide = drive.submit(replace(job_of(4), agent=OPAQUE))
+    four = Claim(here, 0b1111, (4_000, 4_000), 16 * GIB, tasks=(4,))
+    assert isinstance(drive.request(wide, (four,)), Rejected)
+    at(drive, 1_000.0)
+    (kept,) = kept_places_of(drive.state, [drive.job(wide)], drive.now)
+    assert kept.nodes == (here,)
 
 
 # -- a cluster ---------------------------------------------------------------------------------------------------------

@@ -112,6 +112,10 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
         self._taken(request)
         return request.reservation  # type: ignore[no-any-return]
 
+    async def UpdateReservation(self, request: Any, context: Any) -> node_pb2.Reservation:
+        self._taken(request)
+        return node_pb2.Reservation(name=request.name, nodes="n1", users=request.users)
+
     async def ListReservations(self, request: Any, context: Any) -> node_pb2.ListReservationsResponse:
         self._taken(request)
         return self.reservations

@@ -170,19 +170,26 @@ def worst_plans() -> list[scheduling_pb2.Plan | bytes]:
     ]
 
 
+# Nodes and users: ranges of as many nodes as there may be, names of known ones again and again, and many users.
+RESERVED: tuple[tuple[str, list[str]], ...] = (
+    ("n[1-100000]", []),
+    ("a[1-300]b[1-300]", []),
+    ("n1," * 20_000, []),
+    ("n1", [f"u{number}" for number in range(1_000)]),
+    ("[" * 60_000, []),
+)
+
+
 def worst_reservations() -> list[node_pb2.CreateReservationRequest]:
-    """Ranges of as many nodes as there may be, names of known ones again and again, and many users."""
     week = {"start_time": times.timestamp(1e9), "end_time": times.timestamp(1e9 + 604_800.0)}
     return [
         node_pb2.CreateReservationRequest(reservation=node_pb2.Reservation(name="b", nodes=nodes, users=users, **week))
-        for nodes, users in (
-            ("n[1-100000]", []),
-            ("a[1-300]b[1-300]", []),
-            ("n1," * 20_000, []),
-            ("n1", [f"u{number}" for number in range(1_000)]),
-            ("[" * 60_000, []),
-        )
+        for nodes, users in RESERVED
     ]
+
+
+def worst_updates_of_reservations() -> list[node_pb2.UpdateReservationRequest]:
+    return [node_pb2.UpdateReservationRequest(name="b", nodes=nodes, users=users) for nodes, users in RESERVED]
 
 
 _JOBS, _NODES, _SCHEDULING = "ganger.v1.JobService", "ganger.v1.NodeService", "ganger.v1.SchedulingService"
@@ -242,6 +249,7 @@ WORST: dict[str, Callable[[], list[Any]]] = {
     f"/{_NODES}/ListPartitions": lambda: [_N.ListPartitionsRequest()],
     f"/{_NODES}/CreateReservation": worst_reservations,
     f"/{_NODES}/ListReservations": lambda: [_N.ListReservationsRequest(), _N.ListReservationsRequest(page_size=1_000)],
+    f"/{_NODES}/UpdateReservation": worst_updates_of_reservations,
     f"/{_NODES}/DeleteReservation": lambda: [_N.DeleteReservationRequest(name=_LONG)],
     f"/{_NODES}/GetCluster": lambda: [_N.GetClusterRequest()],
     # A state with its environments, written by a thread of its own.

@@ -137,6 +137,7 @@ TABLE = """
 /ganger.v1.NodeService/ListPartitions        ---VT++++RR++R
 /ganger.v1.NodeService/CreateReservation         ---VT+RR+RRRRR
 /ganger.v1.NodeService/ListReservations          ---VT++++RR++R
+/ganger.v1.NodeService/UpdateReservation         ---VT+RR+RRRRR
 /ganger.v1.NodeService/DeleteReservation         ---VT+RR+RRRRR
 /ganger.v1.NodeService/GetCluster            ---VT++++RR++R
 /ganger.v1.NodeService/RecordDecisions       ---VT+RR+RRRRR

@@ -1,4 +1,4 @@
-"""CreateReservation, ListReservations, DeleteReservation: what a reservation says, pages, and what a restart keeps."""
+"""Calls that create, list, update and delete reservations: what one says, pages, and what a restart keeps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,11 @@ def test_a_reservation_closes_its_nodes_survives_a_restart_and_is_deleted(tmp_pa
             assert node.state == node_pb2.Node.STATE_DRAINING
             assert "reserved: upgrade" in node.state_reason
             assert node.reservation == "upgrade"
-            await create(served, reservation("course", "n3", 7_200.0, users=["ann", "bob"], lead=times.duration(60.0)))
+            await create(served, reservation("course", "n3", 7_200.0, users=["ann"], lead=times.duration(60.0)))
+            update = node_pb2.UpdateReservationRequest(name="course", users=["ann", "bob"])
+            changed = await served.nodes.UpdateReservation(update)
+            assert (changed.nodes, list(changed.users), changed.user) == ("n3", ["ann", "bob"], made.user)
+            assert times.unix_s(changed.end_time) - times.unix_s(changed.start_time) == pytest.approx(3_600.0)
         async with serving(tmp_path) as served:
             first = await served.nodes.ListReservations(node_pb2.ListReservationsRequest(page_size=1))
             request = node_pb2.ListReservationsRequest(page_token=first.next_page_token)

@@ -51,7 +51,7 @@ def create(
         nodes=nodes,
         start_time=times.timestamp(begin),
         end_time=times.timestamp(begin + length),
-        users=[] if users is None else _users(users),
+        users=[] if users is None else _users(users, "leave it out for maintenance"),
         lead=None if lead is None else times.duration(_duration("--lead", lead)),
         reason=reason,
     )
@@ -60,8 +60,50 @@ def create(
     if as_json:
         print_json(made)
     else:
-        when = f"from {_local(made.start_time)} to {_local(made.end_time)}"
-        print(f"reserved {visible(made.nodes)} {when}: {_purpose(made)}")
+        print(f"reserved {_in_words(made)}")
+
+
+@reserve.command("update")
+@click.argument("name")
+@click.option("--nodes", metavar="NODES", help="These nodes instead: gpu[01-08],big.")
+@click.option("--start", metavar="TIME", help="As of create. Without --duration it is as long as before.")
+@click.option("--duration", metavar="TIME", help="How long, from the start on.")
+@click.option("--users", metavar="USERS", help="These users instead: ann,bob.")
+@click.option("--lead", metavar="TIME", help="How long before the start the nodes are emptied.")
+@click.option("--reason", "-m", metavar="TEXT", help="Shown to users.")
+@json_option
+def update(
+    name: str,
+    nodes: str | None,
+    start: str | None,
+    duration: str | None,
+    users: str | None,
+    lead: str | None,
+    reason: str | None,
+    as_json: bool,
+) -> None:
+    """Change a reservation that is not over. What is not named stays; nodes that it loses take jobs again at once."""
+    from ganger.v1.node_pb2 import UpdateReservationRequest
+
+    if all(value is None for value in (nodes, start, duration, users, lead, reason)):
+        raise click.UsageError("name what to change: --start, --duration, --nodes, --users, --lead or --reason")
+    if nodes is not None and not nodes.strip():
+        raise click.UsageError(f"--nodes: {nodes!r} names no node; `ganger reserve delete {name}` ends it")
+    request = UpdateReservationRequest(
+        name=name,
+        nodes=nodes or "",
+        start_time=None if start is None else times.timestamp(_start(start)),
+        duration=None if duration is None else times.duration(_duration("--duration", duration)),
+        users=[] if users is None else _users(users, "for maintenance delete the reservation and create it anew"),
+        reason=reason,
+        lead=None if lead is None else times.duration(_duration("--lead", lead)),
+    )
+    with open_client() as client:
+        changed = client.update_reservation(request)
+    if as_json:
+        print_json(changed)
+    else:
+        print(f"reservation {visible(name)}: {_in_words(changed)}")
 
 
 @reserve.command("list")
@@ -75,7 +117,7 @@ def list_(as_json: bool) -> None:
 @click.argument("name")
 @json_option
 def show(name: str, as_json: bool) -> None:
-    """Show all that is known of a reservation. To change it, delete it and create it anew."""
+    """Show all that is known of a reservation."""
     with open_client() as client:
         found = {one.name: one for one in client.list_reservations()}
     one = found.get(name)
@@ -136,6 +178,10 @@ def _state(one: Reservation) -> str:
     return f"since {format_duration(-seconds)}" if seconds <= 0 else f"in {format_duration(seconds)}"
 
 
+def _in_words(one: Reservation) -> str:
+    return f"{visible(one.nodes)} from {_local(one.start_time)} to {_local(one.end_time)}: {_purpose(one)}"
+
+
 def _purpose(one: Reservation) -> str:
     users = ", ".join(map(visible, one.users[:_USERS_SHOWN]))
     return users + (", ..." if len(one.users) > _USERS_SHOWN else "") if users else "maintenance"
@@ -145,11 +191,11 @@ def _local(time_: object) -> str:
     return times.local_datetime(time_).strftime("%Y-%m-%d %H:%M")  # type: ignore[arg-type]
 
 
-def _users(text: str) -> list[str]:
+def _users(text: str, remedy: str) -> list[str]:
     """Return the users of a list. Raises UsageError for one without any, which would be maintenance."""
     users = [user.strip() for user in text.split(",") if user.strip()]
     if not users:
-        raise click.UsageError(f"--users: {text!r} names no user; leave it out for maintenance")
+        raise click.UsageError(f"--users: {text!r} names no user; {remedy}")
     return users
 
 

@@ -156,6 +156,58 @@ class ListReservationsResponse(google.protobuf.message.Message):
 Global___ListReservationsResponse: typing_extensions.TypeAlias = ListReservationsResponse
 
 @typing.final
+class UpdateReservationRequest(google.protobuf.message.Message):
+    """What is unset or empty stays as it is."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    NODES_FIELD_NUMBER: builtins.int
+    START_TIME_FIELD_NUMBER: builtins.int
+    DURATION_FIELD_NUMBER: builtins.int
+    USERS_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    LEAD_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    nodes: builtins.str
+    """As in Reservation: all of its nodes from now on."""
+    reason: builtins.str
+    @property
+    def start_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """Without a duration it is as long as before."""
+
+    @property
+    def duration(self) -> google.protobuf.duration_pb2.Duration:
+        """From its start on."""
+
+    @property
+    def users(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """All of its users from now on."""
+
+    @property
+    def lead(self) -> google.protobuf.duration_pb2.Duration: ...
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        nodes: builtins.str = ...,
+        start_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        duration: google.protobuf.duration_pb2.Duration | None = ...,
+        users: collections.abc.Iterable[builtins.str] | None = ...,
+        reason: builtins.str | None = ...,
+        lead: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_reason", b"_reason", "duration", b"duration", "lead", b"lead", "reason", b"reason", "start_time", b"start_time"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_reason", b"_reason", "duration", b"duration", "lead", b"lead", "name", b"name", "nodes", b"nodes", "reason", b"reason", "start_time", b"start_time", "users", b"users"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__reason: typing_extensions.TypeAlias = typing.Literal["reason"]
+    _WhichOneofArgType__reason: typing_extensions.TypeAlias = typing.Literal["_reason", b"_reason"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reason) -> _WhichOneofReturnType__reason | None: ...
+
+Global___UpdateReservationRequest: typing_extensions.TypeAlias = UpdateReservationRequest
+
+@typing.final
 class DeleteReservationRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -85,6 +85,11 @@ class NodeServiceStub(object):
                 request_serializer=ganger_dot_v1_dot_node__pb2.ListReservationsRequest.SerializeToString,
                 response_deserializer=ganger_dot_v1_dot_node__pb2.ListReservationsResponse.FromString,
                 _registered_method=True)
+        self.UpdateReservation = channel.unary_unary(
+                '/ganger.v1.NodeService/UpdateReservation',
+                request_serializer=ganger_dot_v1_dot_node__pb2.UpdateReservationRequest.SerializeToString,
+                response_deserializer=ganger_dot_v1_dot_node__pb2.Reservation.FromString,
+                _registered_method=True)
         self.DeleteReservation = channel.unary_unary(
                 '/ganger.v1.NodeService/DeleteReservation',
                 request_serializer=ganger_dot_v1_dot_node__pb2.DeleteReservationRequest.SerializeToString,
@@ -202,6 +207,13 @@ class NodeServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UpdateReservation(self, request, context):
+        """Changes one that is not over. Errors as CreateReservation, NOT_FOUND/RESERVATION_NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteReservation(self, request, context):
         """Ends one that lasts, or forgets one that is to come. Errors: NOT_FOUND/RESERVATION_NOT_FOUND.
         """
@@ -309,6 +321,11 @@ def add_NodeServiceServicer_to_server(servicer, server):
                     servicer.ListReservations,
                     request_deserializer=ganger_dot_v1_dot_node__pb2.ListReservationsRequest.FromString,
                     response_serializer=ganger_dot_v1_dot_node__pb2.ListReservationsResponse.SerializeToString,
+            ),
+            'UpdateReservation': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateReservation,
+                    request_deserializer=ganger_dot_v1_dot_node__pb2.UpdateReservationRequest.FromString,
+                    response_serializer=ganger_dot_v1_dot_node__pb2.Reservation.SerializeToString,
             ),
             'DeleteReservation': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteReservation,

@@ -57,6 +57,8 @@ class NodeServiceStub:
     """
     ListReservations: grpc.UnaryUnaryMultiCallable[ganger.v1.node_pb2.ListReservationsRequest, ganger.v1.node_pb2.ListReservationsResponse]
     """By name. Those that are over are forgotten. Errors: INVALID_ARGUMENT/PAGE_TOKEN_INVALID."""
+    UpdateReservation: grpc.UnaryUnaryMultiCallable[ganger.v1.node_pb2.UpdateReservationRequest, ganger.v1.node_pb2.Reservation]
+    """Changes one that is not over. Errors as CreateReservation, NOT_FOUND/RESERVATION_NOT_FOUND."""
     DeleteReservation: grpc.UnaryUnaryMultiCallable[ganger.v1.node_pb2.DeleteReservationRequest, ganger.v1.node_pb2.DeleteReservationResponse]
     """Ends one that lasts, or forgets one that is to come. Errors: NOT_FOUND/RESERVATION_NOT_FOUND."""
     GetCluster: grpc.UnaryUnaryMultiCallable[ganger.v1.node_pb2.GetClusterRequest, ganger.v1.node_pb2.Cluster]
@@ -117,6 +119,8 @@ class NodeServiceAsyncStub(NodeServiceStub):
     """
     ListReservations: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.node_pb2.ListReservationsRequest, ganger.v1.node_pb2.ListReservationsResponse]  # type: ignore[assignment]
     """By name. Those that are over are forgotten. Errors: INVALID_ARGUMENT/PAGE_TOKEN_INVALID."""
+    UpdateReservation: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.node_pb2.UpdateReservationRequest, ganger.v1.node_pb2.Reservation]  # type: ignore[assignment]
+    """Changes one that is not over. Errors as CreateReservation, NOT_FOUND/RESERVATION_NOT_FOUND."""
     DeleteReservation: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.node_pb2.DeleteReservationRequest, ganger.v1.node_pb2.DeleteReservationResponse]  # type: ignore[assignment]
     """Ends one that lasts, or forgets one that is to come. Errors: NOT_FOUND/RESERVATION_NOT_FOUND."""
     GetCluster: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.node_pb2.GetClusterRequest, ganger.v1.node_pb2.Cluster]  # type: ignore[assignment]
@@ -234,6 +238,14 @@ class NodeServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[ganger.v1.node_pb2.ListReservationsResponse, collections.abc.Awaitable[ganger.v1.node_pb2.ListReservationsResponse]]:
         """By name. Those that are over are forgotten. Errors: INVALID_ARGUMENT/PAGE_TOKEN_INVALID."""
+
+    @abc.abstractmethod
+    def UpdateReservation(
+        self,
+        request: ganger.v1.node_pb2.UpdateReservationRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[ganger.v1.node_pb2.Reservation, collections.abc.Awaitable[ganger.v1.node_pb2.Reservation]]:
+        """Changes one that is not over. Errors as CreateReservation, NOT_FOUND/RESERVATION_NOT_FOUND."""
 
     @abc.abstractmethod
     def DeleteReservation(

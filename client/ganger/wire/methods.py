@@ -123,6 +123,7 @@ METHODS: dict[str, Method] = {
         Method(f"{_NODES}/ListPartitions", _READERS),
         Method(f"{_NODES}/CreateReservation", _OPERATORS),
         Method(f"{_NODES}/ListReservations", _READERS),
+        Method(f"{_NODES}/UpdateReservation", _OPERATORS),
         Method(f"{_NODES}/DeleteReservation", _OPERATORS),
         Method(f"{_NODES}/GetCluster", _READERS),
         Method(f"{_NODES}/ListQuarantinedGangs", _OPERATORS),

@@ -341,6 +341,19 @@ class ReserveNodes(Struct, frozen=True, gc=False):
     user: str = ""
 
 
+class UpdateReservation(Struct, frozen=True, gc=False):
+    """Change a reservation that is not over. None: as it is. `start` without `duration_s` leaves its duration."""
+
+    name: str
+    nodes: tuple[str, ...] | None = None
+    start: float | None = None
+    duration_s: float | None = None
+    users: tuple[str, ...] | None = None
+    reason: str | None = None
+    lead_s: float | None = None
+    user: str = ""
+
+
 class DeleteReservation(Struct, frozen=True, gc=False):
     """End a reservation, or forget one that has not begun."""
 
@@ -418,9 +431,8 @@ class Tick(Struct, frozen=True, gc=False):
 
 JobCommand: TypeAlias = SubmitJob | CancelJob | UpdateJob | SuspendJob | ResumeJob | MoveJob | RetuneJob | ResizeJob
 ArrayCommand: TypeAlias = SubmitArray | CancelArray | UpdateArray | RecordMetric
-NodeCommand: TypeAlias = (
-    DrainNode | CordonNode | UncordonNode | DeclareLost | RemoveNode | ReserveNodes | DeleteReservation
-)
+NodeCommand: TypeAlias = DrainNode | CordonNode | UncordonNode | DeclareLost | RemoveNode
+ReservationCommand: TypeAlias = ReserveNodes | UpdateReservation | DeleteReservation
 RestoreCommand: TypeAlias = OpenStore | NoteEnds | GoOn | EndQuarantined | AdoptQuarantined
 SessionCommand: TypeAlias = RequestGang | ReleaseGang | ProposePlan | ClaimTurns | Observe | Answer | OpenSession | Tick
-Command: TypeAlias = JobCommand | ArrayCommand | NodeCommand | RestoreCommand | SessionCommand
+Command: TypeAlias = JobCommand | ArrayCommand | NodeCommand | ReservationCommand | RestoreCommand | SessionCommand

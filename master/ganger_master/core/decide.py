@@ -240,19 +240,22 @@ def _reserve(state: State, command: commands.ReserveNodes, now: float) -> Decisi
     reservation = replace(command.reservation, user=command.user)
     if known == reservation:
         return (), Done()
-    reservations.check(state, command, now)
+    reservations.check(state, reservation, now)
+    return (events.NodesReserved(now, _user(command), reservation),), Done()
+
+
+def _update_reservation(state: State, command: commands.UpdateReservation, now: float) -> Decision:
+    known = reservations.named(state, command.name)
+    reservation = reservations.updated(known, command)
+    if known == reservation:
+        return (), Done()
+    reservations.check(state, reservation, now, known)
     return (events.NodesReserved(now, _user(command), reservation),), Done()
 
 
 def _delete_reservation(state: State, command: commands.DeleteReservation, now: float) -> Decision:
-    if command.name not in state.reservations:
-        there = ", ".join(sorted(state.reservations)[:_SHOWN]) or "none"
-        raise RefusedError("RESERVATION_NOT_FOUND", f"there is no reservation {command.name!r}: there are {there}")
+    reservations.named(state, command.name)
     return (events.ReservationDeleted(now, _user(command), command.name),), Done()
-
-
-# Most reservations that an error names.
-_SHOWN: Final = 10
 
 
 def _declare_lost(state: State, command: commands.DeclareLost, now: float) -> Decision:
@@ -331,6 +334,7 @@ _DECIDES: Final[dict[type, Callable[[State, Any, float], Decision]]] = {
     commands.DeclareLost: _declare_lost,
     commands.RemoveNode: _remove_node,
     commands.ReserveNodes: _reserve,
+    commands.UpdateReservation: _update_reservation,
     commands.DeleteReservation: _delete_reservation,
     commands.OpenStore: rollback.decide_open,
     commands.NoteEnds: _note_ends,
@@ -353,5 +357,5 @@ def _node_named(state: State, name: str) -> Node:
     return state.nodes[name]
 
 
-def _user(command: commands.JobCommand | commands.NodeCommand) -> str:
+def _user(command: commands.JobCommand | commands.NodeCommand | commands.ReservationCommand) -> str:
     return f"user:{command.user}"

@@ -27,7 +27,7 @@ from ganger_master.core.job_model import Agent, JobRecord, JobSpec
 from ganger_master.core.node_model import Reservation
 
 if TYPE_CHECKING:
-    from ganger_master.core.commands import ReserveNodes
+    from ganger_master.core.commands import UpdateReservation
     from ganger_master.core.events import NodesReserved, ReservationDeleted
     from ganger_master.core.state import State
 
@@ -82,6 +82,8 @@ def _hold(reservation: Reservation, now: float) -> NodeHold:
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 _MOST: Final = 1_000
+# Most reservations that an error names.
+_SHOWN: Final = 10
 _NAME_LIMIT: Final = 63
 _TEXT_LIMIT: Final = 1_000
 _USERS_LIMIT: Final = 1_000
@@ -90,25 +92,49 @@ _LONGEST_S: Final = 366 * 86_400.0
 _LAST_SECOND: Final = 253_402_300_799.0
 
 
-def check(state: State, command: ReserveNodes, now: float) -> None:
-    """Raise RefusedError unless the reservation is accepted."""
-    reservation = command.reservation
+def named(state: State, name: str) -> Reservation:
+    """Return a reservation that is not over. Raises RefusedError."""
+    found = state.reservations.get(name)
+    if found is None:
+        there = ", ".join(sorted(state.reservations)[:_SHOWN]) or "none"
+        raise RefusedError("RESERVATION_NOT_FOUND", f"there is no reservation {name!r}: there are {there}")
+    return found
+
+
+def updated(known: Reservation, update: UpdateReservation) -> Reservation:
+    """Return a reservation with what an update changes. A later start leaves its duration, unless that is named."""
+    start = known.start if update.start is None else update.start
+    length_s = known.end - known.start if update.duration_s is None else update.duration_s
+    is_same_time = update.start is None and update.duration_s is None
+    return replace(
+        known,
+        nodes=known.nodes if update.nodes is None else update.nodes,
+        start=start,
+        end=known.end if is_same_time else start + length_s,
+        users=known.users if update.users is None else update.users,
+        reason=known.reason if update.reason is None else update.reason,
+        lead_s=known.lead_s if update.lead_s is None else update.lead_s,
+    )
+
+
+def check(state: State, reservation: Reservation, now: float, before: Reservation | None = None) -> None:
+    """Raise RefusedError unless a reservation is accepted. before: as it is until then; None for a new one."""
     wrong = _mistakes(reservation, now)
     if wrong:
         text = "; ".join([f"{path}: {what}" for path, what in wrong])
         raise RefusedError("RESERVATION_INVALID", text, violations=tuple(wrong))
-    if reservation.name in state.reservations:
-        raise RefusedError(
-            "RESERVATION_EXISTS", f"there is a reservation {reservation.name!r} already: delete it first"
-        )
-    if len(state.reservations) >= _MOST:
+    if before is None and reservation.name in state.reservations:
+        text = f"there is a reservation {reservation.name!r} already: `ganger reserve update` changes it"
+        raise RefusedError("RESERVATION_EXISTS", text)
+    if before is None and len(state.reservations) >= _MOST:
         raise RefusedError("RESERVATION_INVALID", f"there are {_MOST} reservations already")
-    unknown = [node for node in reservation.nodes if node not in state.nodes]
+    had = () if before is None else before.nodes
+    unknown = [node for node in reservation.nodes if node not in state.nodes and node not in had]
     if unknown:
         text = f"nodes/{unknown[0]} is unknown: `ganger nodes` lists those that there are"
         raise RefusedError("NODE_NOT_FOUND", text, {"node": f"nodes/{unknown[0]}"})
     for other in state.reservations.values():
-        common = set(other.nodes).intersection(reservation.nodes)
+        common = set(other.nodes).intersection(reservation.nodes) if other.name != reservation.name else ()
         if (
             common
             and reservation.start - reservation.lead_s < other.end
@@ -145,8 +171,9 @@ def _mistakes(reservation: Reservation, now: float) -> list[tuple[str, str]]:
 
 
 def begin(state: State, event: NodesReserved) -> None:
+    kind = "reservation_updated" if event.reservation.name in state.reservations else "nodes_reserved"
     state.put_reservation(event.reservation)
-    state.history(event.time, "cluster", "nodes_reserved", event.cause, in_words(event.reservation))
+    state.history(event.time, "cluster", kind, event.cause, in_words(event.reservation))
     follow(state, event.time, event.cause)
 
 

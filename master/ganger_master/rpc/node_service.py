@@ -41,7 +41,11 @@ from ganger_master.rpc.answer_messages import (
 from ganger_master.rpc.job_messages import level_to_wire
 from ganger_master.rpc.partition_messages import partitions_to_wire
 from ganger_master.rpc.planner_messages import REASON_MOST
-from ganger_master.rpc.reservation_messages import reservation_from_wire, reservation_to_wire
+from ganger_master.rpc.reservation_messages import (
+    reservation_from_wire,
+    reservation_to_wire,
+    reservation_update_from_wire,
+)
 from ganger_master.runtime.writer import Writer
 
 
@@ -215,6 +219,15 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
         command = commands.ReserveNodes(reservation, self._callers.of(context).name)
         expect(await self._writer.submit(command), Done)
         return reservation_to_wire(replace(reservation, user=command.user), self._writer.now())
+
+    async def UpdateReservation(self, request: node_pb2.UpdateReservationRequest, context: Any) -> node_pb2.Reservation:
+        # Ranges may stand for many names.
+        update = await asyncio.to_thread(reservation_update_from_wire, request)
+        expect(await self._writer.submit(replace(update, user=self._callers.of(context).name)), Done)
+        found = self._writer.committed.reservations.get(request.name)
+        if found is None:
+            raise errors.ReservationNotFound(f"reservation {request.name!r} has just ended")
+        return reservation_to_wire(found, self._writer.now())
 
     async def ListReservations(
         self, request: node_pb2.ListReservationsRequest, context: Any
