@@ -304,6 +304,7 @@ def test_why_names_a_reservation_that_lies_ahead_and_makes_no_forecast(policy: s
     late, early = drive.submit(opaque_job(), "cat"), drive.submit(opaque_job(60.0), "cat")
     found = explain(drive.state, late, drive.now)
     assert (found.blockers[0].reason, found.is_ranked, found.start_before_s) == (Reason.NODE_RESERVED, False, 0.0)
+    assert found.assumption.startswith("unknown, because the node is reserved in")
     assert Reason.NODE_RESERVED not in [one.reason for one in explain(drive.state, early, drive.now).blockers]
     drive.join("n2")
     reasons = [one.reason for one in explain(drive.state, late, drive.now).blockers]

@@ -182,6 +182,8 @@ def _explain(state: State, job: JobRecord, now: float, has_planner: bool) -> Exp
         reported = (*blockers, *(one for one in reported if one.reason not in known))
         reported = tuple([_with_standing(state, job, one, now) for one in reported])
         is_ranked = all(one.reason.waits_for_capacity or one.reason in _BEHIND for one in blockers[:1])
+        if not is_ranked:
+            assumption = f"unknown, because {blockers[0].message}"
         return Explanation(reported, assumption=assumption, is_ranked=is_ranked)
     holders = tuple(_holders(state, now))
     if any(not one.reason.waits_for_capacity and one.reason not in _BEHIND for one in blockers[:1]):
