@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
+from ganger.v1 import scheduling_pb2
+from ganger.v1.scheduling_pb2_grpc import SchedulingServiceStub
 from ganger.wire import endpoints, errors
-from ganger.wire.channels import may_repeat
+from ganger.wire.channels import may_repeat, open_channel
 from ganger.wire.endpoints import Endpoint, EndpointError, MasterList, find_endpoint, next_master
 
 A, B, C = Endpoint("127.0.0.1:1"), Endpoint("127.0.0.1:2"), Endpoint("127.0.0.1:3")
@@ -169,3 +174,28 @@ def test_only_what_no_master_can_have_done_is_repeated_unless_twice_is_once(
 ) -> None:
     assert may_repeat(error, is_idempotent=True) is idempotent
     assert may_repeat(error, is_idempotent=False) is other
+
+
+def test_a_stub_of_the_scheduling_service_streams_to_one_of_a_list() -> None:
+    def answer(batch: Any) -> Any:
+        return scheduling_pb2.Verdicts(verdicts=[scheduling_pb2.Verdict(job=one.job) for one in batch.requests])
+
+    method = grpc.stream_stream_rpc_method_handler(
+        lambda requests, context: (answer(one) for one in requests),
+        scheduling_pb2.GangRequests.FromString,
+        scheduling_pb2.Verdicts.SerializeToString,
+    )
+    server = grpc.server(ThreadPoolExecutor(1))
+    server.add_generic_rpc_handlers(
+        [grpc.method_handlers_generic_handler("ganger.v1.SchedulingService", {"RequestGangs": method})]
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with open_channel(find_endpoint(f"127.0.0.1:{port},{A.address}")) as channel:
+            stub: Any = SchedulingServiceStub(channel)
+            batch = scheduling_pb2.GangRequests(requests=[scheduling_pb2.GangRequest(job="jobs/7")])
+            answers = list(stub.RequestGangs(iter([batch])))
+    finally:
+        server.stop(None)
+    assert [verdict.job for one in answers for verdict in one.verdicts] == ["jobs/7"]

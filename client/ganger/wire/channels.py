@@ -356,7 +356,10 @@ class LeaderChannel:
         return _Repeated(self, path, arguments, named)
 
     def unary_stream(self, path: str, *arguments: Any, **named: Any) -> Any:
-        return _Reopened(self, path, arguments, named)
+        return _Reopened(self, "unary_stream", path, arguments, named)
+
+    def stream_stream(self, path: str, *arguments: Any, **named: Any) -> Any:
+        return _Reopened(self, "stream_stream", path, arguments, named)
 
     def close(self) -> None:
         with self._lock:
@@ -401,12 +404,14 @@ class _Repeated:
 class _Reopened:
     """A method with a stream of answers. Its reader opens it again."""
 
-    def __init__(self, channel: LeaderChannel, path: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def __init__(
+        self, channel: LeaderChannel, kind: str, path: str, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
         self._channel = channel
-        self._make = (path, arguments, named)
+        self._make = (kind, path, arguments, named)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        tried, call = self._channel.call("unary_stream", *self._make)
+        tried, call = self._channel.call(*self._make)
         stream = call(*arguments, **named)
 
         def note(done: Any) -> None:
