@@ -1,7 +1,7 @@
 """A storm over a real cluster: jobs take turns, are packed, moved and resized as dice say, while parties are killed.
 
 All is asked through the public API, as a planner would ask, so the master judges each change. What must hold is judged
-by what the jobs themselves wrote down (`system.witnesses`) and by what the harness was told was accepted.
+by what the jobs themselves wrote down (`benchmarks.witnesses`) and by what the harness was told was accepted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import uuid
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 import grpc
@@ -25,7 +24,6 @@ from ganger.wire.endpoints import Endpoint, EndpointError, read_endpoint
 from ganger.wire.errors import ApiError
 from kit.cluster import Cluster, Service
 from kit.waiting import eventually
-from system import victims, witnesses
 from system.killing import start_the_dead
 from system.tally import Tally
 from system.wishes import (
@@ -40,9 +38,10 @@ from system.wishes import (
     takes_turns,
     waits,
 )
-from system.witnesses import Death, Pack, Record, Step
 
-SCRIPT = Path(__file__).parent / "jobs" / "witness.py"
+from benchmarks import victims, witnesses
+from benchmarks.witnesses import WITNESS_JOB, Death, Pack, Record, Step
+
 KINDS: Final = ("turn", "pack", "move", "resize")
 MOST_STEPS: Final = 640
 STEP_S: Final = 0.08
@@ -215,7 +214,7 @@ class Storm:
         return True
 
     def _accepted(self, label: str, request: str, gpus: int, steps: int, step_seconds: float) -> job_pb2.Job:
-        command = [sys.executable, str(SCRIPT), "--record", str(self.cluster.directory / f"{label}.record")]
+        command = [sys.executable, str(WITNESS_JOB), "--record", str(self.cluster.directory / f"{label}.record")]
         command += ["--steps", str(steps), "--step-seconds", str(step_seconds), "--hurry-once", str(self._hurry)]
         with Client(str(self.cluster.master_directory)) as client:
             return client.submit(
@@ -228,7 +227,7 @@ class Storm:
                 checkpoint_every="never" if self.spares_ranks else _SAVED_EVERY,
                 max_failures=0 if self.spares_ranks else _FAILURES,
                 name=label,
-                directory=str(SCRIPT.parent),
+                directory=str(WITNESS_JOB.parent),
             ).message
 
     def _kind(self, seen: Seen) -> str:
@@ -359,11 +358,15 @@ class Storm:
 
     def _kill_process(self, kind: str) -> None:
         """Kill one of the live ranks or launchers; the cluster starts it again, or does not."""
-        there = victims.ranks(self.cluster) if kind == "rank" else victims.launchers(self.cluster)
+        there = (
+            victims.ranks(self.cluster.run_directory)
+            if kind == "rank"
+            else victims.launchers(self.cluster.run_directory)
+        )
         if not there:
             return
         victim = self._dice.choice(there)
-        saved = victims.newest_checkpoint(self.cluster, victim.uid) if victim.uid else 0
+        saved = victims.newest_checkpoint(self.cluster.storage, victim.uid) if victim.uid else 0
         if victim.kill():
             names = [job.name for job in self._jobs.values() if job.uid == victim.uid]
             self._deaths += [Death(name, time.monotonic_ns(), saved) for name in names]

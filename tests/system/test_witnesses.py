@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from system.witnesses import (
+
+from benchmarks.witnesses import (
     Death,
     Pack,
     Step,

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ganger.v1 import job_pb2, resources_pb2, scheduling_pb2
-from system.witnesses import Device
+
+from benchmarks.witnesses import Device
 
 # Of each node; and what a job says that it uses of a device, for which, and a tenth more, its arena has room.
 DEVICES = 4

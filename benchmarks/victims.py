@@ -1,21 +1,23 @@
-"""Victims of kills that the tests do not start themselves: ranks and launchers."""
+"""Victims of kills that a storm does not start itself: ranks and launchers.
+
+`run`: the directory that has the run directories of all nodes; `storage`: what all nodes see."""
 
 from __future__ import annotations
 
 import os
 import signal
 from dataclasses import dataclass
+from pathlib import Path
 
 from ganger.injob.launcher.client import Launcher, LauncherError
 from ganger.injob.page import Page
 from ganger.injob.page_access import PageError
 from ganger.injob.process_identity import start_ticks
 from ganger_daemon.checkpoints.storage import checkpoints_directory, complete
-from kit.cluster import Cluster
 
 
 @dataclass(frozen=True)
-class Process:
+class Victim:
     """`what` it is called in stories; `uid`: of whose job it is, if of one."""
 
     what: str
@@ -24,7 +26,10 @@ class Process:
     uid: str = ""
 
     def kill(self) -> bool:
-        """Whether it was there to be killed: another process that has its number now is left alone."""
+        return self.signal(signal.SIGKILL)
+
+    def signal(self, number: signal.Signals) -> bool:
+        """Whether it was there to get the signal: another process that has its process id now is left alone."""
         try:
             handle = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -32,7 +37,7 @@ class Process:
         try:
             if start_ticks(self.pid) != self.start_ticks:
                 return False
-            signal.pidfd_send_signal(handle, signal.SIGKILL)
+            signal.pidfd_send_signal(handle, number)
         except ProcessLookupError:
             return False
         finally:
@@ -40,10 +45,10 @@ class Process:
         return True
 
 
-def ranks(cluster: Cluster) -> list[Process]:
+def ranks(run: Path) -> list[Victim]:
     """All that were ever started on nodes that have their pages still; many have ended."""
     found = []
-    for path in cluster.run_directory.glob("*/*/*/rank-*.page"):
+    for path in run.glob("*/*/*/rank-*.page"):
         try:
             page = Page.open(str(path), writable=False)
         except (FileNotFoundError, PageError):
@@ -53,22 +58,36 @@ def ranks(cluster: Cluster) -> list[Process]:
         if identity.pid and start_ticks(identity.pid) == identity.start_ticks:
             node, uid, epoch, rank = path.parts[-4:]
             what = f"{rank.removesuffix('.page')} of attempt {epoch} on {node}"
-            found.append(Process(what, identity.pid, identity.start_ticks, uid))
+            found.append(Victim(what, identity.pid, identity.start_ticks, uid))
     return sorted(found, key=lambda one: one.pid)
 
 
-def launchers(cluster: Cluster) -> list[Process]:
+def launchers(run: Path) -> list[Victim]:
+    """Those that listen, also while they are too busy to answer."""
     found = []
-    for path in sorted(cluster.run_directory.glob("*/launchers/*.sock")):
+    for path in sorted(run.glob("*/launchers/*.sock")):
         try:
             with Launcher(str(path)) as launcher:
-                said = launcher.info()
+                pid = launcher.pid
         except LauncherError:
             continue
-        found.append(Process(f"launcher of {path.parts[-3]}", int(said["pid"]), int(said["start_ticks"])))
+        if ticks := start_ticks(pid):
+            found.append(Victim(f"launcher of {path.parts[-3]}", pid, ticks))
     return found
 
 
-def newest_checkpoint(cluster: Cluster, uid: str) -> int:
+def of_jobs(run: Path) -> set[int]:
+    """Return the process ids of the launchers' children that belong to a job: ranks and rendezvous stores."""
+    found: set[int] = set()
+    for path in run.glob("*/launchers/*.sock"):
+        try:
+            with Launcher(str(path)) as launcher:
+                found |= {int(child["pid"]) for child in launcher.list() if child["kind"] != "helper"}
+        except LauncherError:
+            continue
+    return found
+
+
+def newest_checkpoint(storage: Path, uid: str) -> int:
     """Step of the newest complete one; zero if there is none."""
-    return max((name.step for name in complete(checkpoints_directory(cluster.storage, uid))), default=0)
+    return max((name.step for name in complete(checkpoints_directory(storage, uid))), default=0)

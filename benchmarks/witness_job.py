@@ -1,7 +1,8 @@
 """A small job that tells, outside the system, of each step: when it did it, where, as which attempt, and what came out.
 
-Each rank appends one JSON object a step to FILE.RANK. The files are the test harness's own record: nothing of Ganger
-writes or reads them. Times are of the machine's monotonic clock, so those of all processes compare.
+Each rank appends one JSON object a step to FILE.RANK, and prints the step. The files are the record of the test or
+benchmark: nothing of Ganger writes or reads them. Times are of the machine's monotonic clock, so those of all processes
+compare.
 
 Alone or as a gang of fixed size it has dropout, in single precision: any bit lost of its state shows. `--elastic` is in
 double precision without dropout: with any number of ranks the same losses but for the order of sums.
@@ -15,6 +16,7 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import ganger
 import torch
@@ -40,18 +42,19 @@ def main() -> None:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1 or options.elastic:
         distributed.init_process_group("gloo")
-    net: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.0 if options.elastic else 0.1))
+    net: Any = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.0 if options.elastic else 0.1))
     net.append(nn.Linear(16, 1))
     net.register_buffer("ballast", torch.zeros(1 << 18))
     if options.elastic:
         net = net.double()
-    trained = nn.parallel.DistributedDataParallel(net, broadcast_buffers=False) if world > 1 else net
+    trained: Any = nn.parallel.DistributedDataParallel(net, broadcast_buffers=False) if world > 1 else net
     optimizer = torch.optim.Adam(trained.parameters(), lr=1e-2)
     kind = torch.float64 if options.elastic else torch.float32
     inputs = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(1), dtype=kind)
     data = torch.utils.data.TensorDataset(torch.arange(SAMPLES), inputs, inputs.sum(1, keepdim=True))
 
-    job = ganger.attach(model=net, optimizer=optimizer)
+    attach: Any = ganger.attach
+    job = attach(model=net, optimizer=optimizer)
     loader = job.dataloader(data, global_batch=SAMPLES // STEPS_OF_EPOCH, shuffle=True)
     page = Path(os.environ["GANGER_PAGE"])
     place = {
@@ -65,7 +68,7 @@ def main() -> None:
     for epoch in job.epochs(options.steps // STEPS_OF_EPOCH):
         for chosen, x, y in loader:
             began = time.monotonic_ns()
-            loss = nn.functional.mse_loss(trained(x), y)
+            loss: Any = nn.functional.mse_loss(trained(x), y)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -77,10 +80,11 @@ def main() -> None:
             # the last thing before the boundary: whatever is done after it is the next step's
             line.update(began=began, ended=time.monotonic_ns())
             os.write(record, (json.dumps(line) + "\n").encode())
+            print(f"step {step}", flush=True)
             job.step(loss)
 
 
-def weights_of(net: nn.Module) -> str:
+def weights_of(net: Any) -> str:
     digest = hashlib.sha256()
     for tensor in net.state_dict().values():
         digest.update(tensor.numpy().tobytes())

@@ -11,9 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 Device: TypeAlias = tuple[str, int]
+
+# The program of a job that writes such a record.
+WITNESS_JOB: Final = Path(__file__).with_name("witness_job.py")
 
 
 @dataclass(frozen=True, slots=True)
