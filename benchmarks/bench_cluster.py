@@ -51,7 +51,8 @@ class BenchCluster:
         shared = "/dev/shm" if is_run_in_memory and os.access("/dev/shm", os.W_OK) else None
         self._run = Path(tempfile.mkdtemp(prefix="ganger-bench-", dir=shared))
         self.master = self.directory / "master"
-        self._processes: list[subprocess.Popen[bytes]] = []
+        # The master and the daemons, by name.
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._environment = {**os.environ, "GANGER_MASTER": str(self.master), "PYTHONUNBUFFERED": "1"}
 
     def __enter__(self) -> Self:
@@ -61,21 +62,26 @@ class BenchCluster:
             (self.directory / "storage").mkdir()
             self._start_master()
             for name in self._nodes:
-                self._spawn(
-                    "daemon",
-                    *("--node", name, "--master", str(self.master)),
-                    *("--state-dir", str(self.directory / name), "--run-dir", str(self._run / name)),
-                    *self._devices,
-                    *self._daemon_options,
-                )
+                self.start_daemon(name)
             self.until(self._are_ready, START_S, "every node is ready")
         except BaseException:
             self.stop()
             raise
         return self
 
+    def start_daemon(self, name: str) -> None:
+        """Start the daemon of a node, also in place of one that has ended."""
+        self._spawn(
+            name,
+            *("daemon", "--node", name, "--master", str(self.master)),
+            *("--state-dir", str(self.directory / name), "--run-dir", str(self._run / name)),
+            *self._devices,
+            *self._daemon_options,
+        )
+
     def _start_master(self) -> None:
         self._spawn(
+            "master",
             "master",
             *("--state-dir", str(self.master), "--storage", str(self.directory / "storage")),
             *self._master_options,
@@ -96,7 +102,7 @@ class BenchCluster:
 
     def program_ids(self) -> dict[str, int]:
         """Return the process ids of the master and of the processes that it has started, by name."""
-        master = self._processes[0].pid
+        master = self._processes["master"].pid
         found = {"master": master}
         for child in Path(f"/proc/{master}/task/{master}/children").read_text().split():
             command = Path(f"/proc/{child}/cmdline").read_bytes()
@@ -113,7 +119,7 @@ class BenchCluster:
     def until(self, holds: Callable[[], bool], seconds: float, what: str) -> None:
         deadline = time.monotonic() + seconds
         while not holds():
-            for process in self._processes:
+            for process in self._processes.values():
                 if process.poll() is not None:
                     raise BenchClusterError(f"a program of the cluster ended:\n{self._logs()}")
             if time.monotonic() > deadline:
@@ -122,9 +128,9 @@ class BenchCluster:
 
     def stop(self) -> None:
         signal.signal(signal.SIGTERM, self._before)
-        for process in self._processes:
+        for process in self._processes.values():
             process.send_signal(signal.SIGTERM)
-        for process in self._processes:
+        for process in self._processes.values():
             try:
                 process.wait(10)
             except subprocess.TimeoutExpired:
@@ -133,7 +139,7 @@ class BenchCluster:
         marks = (os.fsencode(self.directory), os.fsencode(self._run))
         for entry in Path("/proc").iterdir():
             # Launchers and ranks outlive their daemons by design.
-            if entry.name.isdigit() and int(entry.name) != os.getpid() and _names_one_of(entry, marks):
+            if entry.name.isdigit() and int(entry.name) != os.getpid() and names_one_of(entry, marks):
                 try:
                     os.kill(int(entry.name), signal.SIGKILL)
                 except ProcessLookupError:
@@ -141,17 +147,15 @@ class BenchCluster:
         shutil.rmtree(self._run, ignore_errors=True)
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def _spawn(self, *arguments: str) -> None:
-        with (self.directory / f"program-{len(self._processes)}.log").open("wb") as log:
-            self._processes.append(
-                subprocess.Popen(
-                    [*GANGER, *arguments],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                    env=self._environment,
-                )
+    def _spawn(self, name: str, *arguments: str) -> None:
+        with (self.directory / f"program-{name}.log").open("ab") as log:
+            self._processes[name] = subprocess.Popen(
+                [*GANGER, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=self._environment,
             )
 
     def _are_ready(self) -> bool:
@@ -166,7 +170,7 @@ class BenchCluster:
         return "\n".join(f"-- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in self.logs())
 
 
-def _names_one_of(process: Path, marks: tuple[bytes, ...]) -> bool:
+def names_one_of(process: Path, marks: tuple[bytes, ...]) -> bool:
     try:
         text = (process / "environ").read_bytes() + (process / "cmdline").read_bytes()
     except OSError:

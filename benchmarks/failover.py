@@ -12,7 +12,6 @@ each job must have every step once.
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -27,11 +26,11 @@ from typing import Any, Final
 
 from ganger.client import Client
 from ganger.console import ExitCode
-from ganger.wire.endpoints import ensure_token
 from ganger.wire.errors import ApiError
 
-from benchmarks.bench_cluster import GANGER, READY, START_S, BenchCluster, BenchClusterError
-from benchmarks.postgresql_server import PostgresqlServer, why_no_postgresql
+from benchmarks.bench_cluster import START_S, BenchClusterError
+from benchmarks.master_pair import MasterPair
+from benchmarks.postgresql_server import why_no_postgresql
 from benchmarks.report import AtLeast, AtMost, quantile, report
 
 ROUNDS: Final = 25
@@ -46,7 +45,6 @@ _LEAD_S: Final = 1.0
 # Answers that are on their way at the signal arrive within this time, and no other master leads yet.
 _IN_FLIGHT_S: Final = 0.3
 _ROUND_S: Final = 30.0
-_STANDS_BY: Final = "ganger master stands by at "
 _SIGNALS: Final = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 JOB: Final = """
@@ -77,8 +75,10 @@ def main(quick: bool = False, only: str = "") -> dict[str, Any]:
         return {"name": "failover", "skipped": why}
     kinds = [only] if only else list(_SIGNALS)
     rounds = [kind for _ in range(QUICK_ROUNDS if quick else ROUNDS) for kind in kinds]
-    with MasterPair() as cluster:
-        records = cluster.start_jobs()
+    # Finished jobs of former rounds are no part of what a new leader reads.
+    finished = {"GANGER_MASTER_FINISHED_JOBS_LIMIT": "100"}
+    with MasterPair(nodes=NODES, gpus=JOBS // NODES, cores=2 * JOBS, memory="32G", settings=finished) as cluster:
+        records = _start_jobs(cluster)
         found: list[FailOver] = []
         for number, kind in enumerate(rounds, 1):
             found.append(_fail_over(cluster, kind, number))
@@ -136,108 +136,16 @@ def _figures(kind: str, found: Sequence[FailOver]) -> dict[str, float]:
     }
 
 
-class MasterPair(BenchCluster):
-    """Two masters on one database, and daemons with a GPU for each job."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            nodes=NODES, gpus=JOBS // NODES, cores=2 * JOBS, memory="32G", daemon=("--virtual-gpu-memory", "1G")
-        )
-        self._directories = [self.directory / "m0", self.directory / "m1"]
-        # As a list, for daemons and commands.
-        self.master = Path(",".join(map(str, self._directories)))
-        self._environment["GANGER_MASTER"] = str(self.master)
-        # Finished jobs of former rounds are no part of what a new leader reads.
-        self._environment["GANGER_MASTER_FINISHED_JOBS_LIMIT"] = "100"
-        self._database = PostgresqlServer()
-        self._masters: list[subprocess.Popen[bytes] | None] = [None, None]
-        token = ensure_token(self._directories[0])[0]
-        ensure_token(self._directories[1])[1].write_text(f"{token}\n")
-
-    def _start_master(self) -> None:
-        self._database.__enter__()
-        for number in range(2):
-            self.start(number)
-
-    def start(self, number: int) -> None:
-        """Start a master, and wait until it leads or stands by."""
-        log = self._log(number)
-        log.write_text("")
-        command = (
-            *(*GANGER, "master", "--policy", "fifo-backfill", "--state-dir", str(self._directories[number])),
-            *("--storage", str(self.directory / "storage"), "--database-url", self._database.url),
-        )
-        with log.open("ab") as out:
-            self._masters[number] = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-                env=self._environment,
-            )
-        self.until(lambda: bool(self._announced(number)), START_S, "a master leads or stands by")
-
-    def _log(self, number: int) -> Path:
-        return self.directory / f"program-m{number}.log"
-
-    def _announced(self, number: int) -> str:
-        lines = reversed(self._log(number).read_text(errors="replace").splitlines())
-        return next((line for line in lines if line.startswith((READY, _STANDS_BY))), "")
-
-    def leader(self) -> int:
-        """Return the number of the master that leads."""
-        found: list[int] = []
-
-        def leads() -> bool:
-            found[:] = [
-                number
-                for number, process in enumerate(self._masters)
-                if process is not None and process.poll() is None and self._announced(number).startswith(READY)
-            ]
-            return bool(found)
-
-        self.until(leads, _ROUND_S, "a master leads")
-        return found[0]
-
-    def signal(self, number: int, what: signal.Signals) -> None:
-        process = self._masters[number]
-        assert process is not None, "it was started"
-        process.send_signal(what)
-
-    def end_of(self, number: int) -> int:
-        """Wait for a master's end; return its exit code."""
-        process = self._masters[number]
-        assert process is not None, "it was started"
-        return process.wait(_ROUND_S)
-
-    def start_jobs(self) -> list[Path]:
-        """Start all jobs, and return the records of their steps once each has made three."""
-        script = self.directory / "job.py"
-        script.write_text(JOB)
-        records = [self.directory / f"steps-{number}" for number in range(JOBS)]
-        for record in records:
-            options = ("--gpus", "1", "--memory", "512M", "--cpus-per-gpu", "1", "--checkpoint-every", "never")
-            self.ganger("submit", *options, "--", sys.executable, str(script), str(record))
-        self.until(lambda: all(len(_steps_of(one)[0]) >= 3 for one in records), 4 * START_S, "every job trains")
-        return records
-
-    def stop(self) -> None:
-        for process in self._masters:
-            if process is not None and process.poll() is None:
-                process.send_signal(signal.SIGCONT)
-                process.terminate()
-        for process in self._masters:
-            if process is not None:
-                try:
-                    process.wait(10)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
-        try:
-            super().stop()
-        finally:
-            self._database.__exit__(None, None, None)
+def _start_jobs(cluster: MasterPair) -> list[Path]:
+    """Start all jobs, and return the records of their steps once each has made three."""
+    script = cluster.directory / "job.py"
+    script.write_text(JOB)
+    records = [cluster.directory / f"steps-{number}" for number in range(JOBS)]
+    for record in records:
+        options = ("--gpus", "1", "--memory", "512M", "--cpus-per-gpu", "1", "--checkpoint-every", "never")
+        cluster.ganger("submit", *options, "--", sys.executable, str(script), str(record))
+    cluster.until(lambda: all(len(_steps_of(one)[0]) >= 3 for one in records), 4 * START_S, "every job trains")
+    return records
 
 
 def _steps_of(record: Path) -> tuple[list[int], list[float]]:
