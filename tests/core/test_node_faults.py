@@ -8,7 +8,7 @@ from ganger.job_state import JobState
 from ganger_master.core.commands import CordonNode, DrainNode, Observe, ProposePlan, ReserveNodes, UncordonNode
 from ganger_master.core.explain import explain
 from ganger_master.core.gang_model import ObservedPhase, Outcome, OutcomeKind
-from ganger_master.core.node_health import faults_of, service_reason
+from ganger_master.core.node_faults import faults_of, service_reason
 from ganger_master.core.node_model import NodeState, Reservation
 from ganger_master.core.plan_changes import StartChange
 from ganger_master.core.settings import CoreSettings

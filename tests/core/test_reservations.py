@@ -29,7 +29,7 @@ from ganger_master.core.explain import explain
 from ganger_master.core.gang_model import GangPhase, ObservedPhase
 from ganger_master.core.job_model import Agent, Capabilities, JobRecord, JobSpec, SuspendLevel, Update
 from ganger_master.core.machine import next_wake
-from ganger_master.core.node_health import service_reason
+from ganger_master.core.node_faults import service_reason
 from ganger_master.core.node_model import NodeState, Reservation
 from ganger_master.core.plan_changes import Goal, Purpose, SuspendChange
 from ganger_master.core.reservations import NodeHold, ReservationPhase, can_leave, hold_of, phase_of

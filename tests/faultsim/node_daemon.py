@@ -14,7 +14,7 @@ from faultsim.master_process import SimMaster
 from faultsim.node_rotation import NodeRotation, NoTurns
 from faultsim.rank_processes import Doing, Physics, Ranks
 from ganger.cluster.resources import ConfigurationSet
-from ganger_daemon.core.node_health import CheckRecord
+from ganger_daemon.core.hook_outcomes import CheckRecord
 from ganger_master.core.answers import Answer, Refused, SessionAnswer
 from ganger_master.core.commands import Answer as AnswerCommand
 from ganger_master.core.commands import FinishedGang, Marks, Observe, ObservedGang, OpenSession

@@ -23,13 +23,13 @@ from ganger.cluster.refusals import Reason, RefusalKind
 from ganger.cluster.resources import Locality, LocalityLevel, Role, TaskShape
 from ganger.cluster.topology import parse_topology
 from ganger.protocol.gang_orders import Mechanism
-from ganger_daemon.core.node_health import after_check
+from ganger_daemon.core.hook_outcomes import after_check
 from ganger_master.core import commands
 from ganger_master.core.answers import Answer, ArrayAnswer, Refused
 from ganger_master.core.explain import explain
 from ganger_master.core.gang_model import OutcomeKind
 from ganger_master.core.job_model import JobSpec, SuspendLevel
-from ganger_master.core.node_health import faults_of
+from ganger_master.core.node_faults import faults_of
 from ganger_master.core.node_model import Reservation
 from ganger_master.core.partitions import Partition, partitions_of
 from ganger_master.core.settings import CoreSettings

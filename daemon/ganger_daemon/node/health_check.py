@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import msgspec
 
-from ganger_daemon.core.node_health import CheckRecord, after_check
+from ganger_daemon.core.hook_outcomes import CheckRecord, after_check
 from ganger_daemon.node.daemon_files import read_json, remove_tree, write_hint
 from ganger_daemon.node.hooks import HookRun
 from ganger_daemon.node.node_context import NodeContext

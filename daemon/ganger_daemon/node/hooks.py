@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ganger.text import os_failure
 
-from ganger_daemon.core.node_health import HookEnd, hook_failure
+from ganger_daemon.core.hook_outcomes import HookEnd, hook_failure
 from ganger_daemon.node.daemon_files import open_plain, path_trouble, read_plain
 
 HOOK_TIMEOUT_S = 300.0

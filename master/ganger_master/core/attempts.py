@@ -15,7 +15,7 @@ from ganger_master.core.events import GangApproved, JobResumed, JobSuspended
 from ganger_master.core.gang_model import Gang, GangPhase, GangRole, Restore
 from ganger_master.core.job_model import Failure, JobRecord, SuspendLevel, starting_anew
 from ganger_master.core.lifecycle import Act, act_of, is_refused
-from ganger_master.core.node_health import emptying_figures
+from ganger_master.core.node_faults import emptying_figures
 from ganger_master.core.state import State
 
 # More consequences than gangs and orders one job can have mean a rule that feeds itself.

@@ -35,7 +35,7 @@ from ganger_master.core.commands import Tick
 from ganger_master.core.events import JobSuspended, MoveBegun, NodeAnswered, NodeLost
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.job_model import JobRecord, SuspendLevel
-from ganger_master.core.node_health import faults_under
+from ganger_master.core.node_faults import faults_under
 from ganger_master.core.node_model import Node
 from ganger_master.core.plan_changes import Goal, Purpose
 from ganger_master.core.settings import CoreSettings

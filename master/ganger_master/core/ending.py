@@ -40,7 +40,7 @@ from ganger_master.core.job_model import (
     members_of,
 )
 from ganger_master.core.lifecycle import bad_outcome
-from ganger_master.core.node_health import cordon
+from ganger_master.core.node_faults import cordon
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 

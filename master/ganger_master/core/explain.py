@@ -26,7 +26,7 @@ from ganger_master.core.gang_model import GangIntent, GangPhase, ObservedPhase
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.kept_places import NOTHING, Protected, trespass
 from ganger_master.core.lifecycle import trouble_of
-from ganger_master.core.node_health import service_reason
+from ganger_master.core.node_faults import service_reason
 from ganger_master.core.node_model import Node, NodeState
 from ganger_master.core.plan_changes import Purpose
 from ganger_master.core.quarantine import END_UNKNOWN, FOUND_AT_REST

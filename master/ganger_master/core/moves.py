@@ -13,7 +13,7 @@ from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole,
 from ganger_master.core.gang_orders import can_go_back
 from ganger_master.core.job_model import JobRecord, SuspendLevel, starting_anew
 from ganger_master.core.lifecycle import GangObservation, bad_outcome, observation_of
-from ganger_master.core.node_health import emptying_figures
+from ganger_master.core.node_faults import emptying_figures
 from ganger_master.core.state import State
 
 

@@ -14,7 +14,7 @@ from ganger_master.core.commands import Observe, ObservedGang
 from ganger_master.core.events import NodeLost
 from ganger_master.core.gang_model import Gang, GangIntent, GangRole, ObservedPhase, Outcome, OutcomeKind, Piece
 from ganger_master.core.job_model import Capabilities, Checkpoint
-from ganger_master.core.node_health import cordon, note_faults
+from ganger_master.core.node_faults import cordon, note_faults
 from ganger_master.core.node_model import Node, Stray
 from ganger_master.core.state import State
 

@@ -31,7 +31,7 @@ from ganger_master.core.ending import visible_to
 from ganger_master.core.explain import as_it_is, reported_blockers
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
-from ganger_master.core.node_health import service_reason
+from ganger_master.core.node_faults import service_reason
 from ganger_master.core.node_model import Node, NodeState
 from ganger_master.core.preconditions import array_members, no_job
 from ganger_master.core.timeslice_groups import has_turn

@@ -4,7 +4,7 @@ is healthy."""
 from __future__ import annotations
 
 import pytest
-from ganger_daemon.core.node_health import CheckRecord, HookEnd, after_check, hook_failure, last_line
+from ganger_daemon.core.hook_outcomes import CheckRecord, HookEnd, after_check, hook_failure, last_line
 
 
 @pytest.mark.parametrize(
