@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import Final
 
+from ganger.text import format_ranges
+
 # More names than any cluster has nodes.
 _MOST_NAMES: Final = 100_000
 _PART: Final = re.compile(r"[^\[\],\s]+|\[[^\[\]]*\]")
@@ -74,21 +76,6 @@ def compressed(names: Iterable[str]) -> str:
         by_stem.setdefault((stem, width), []).append(int(digits))
     found = []
     for (stem, width), numbers in by_stem.items():
-        spans = [
-            str(first).zfill(width) if first == last else f"{str(first).zfill(width)}-{str(last).zfill(width)}"
-            for first, last in _spans(sorted(numbers))
-        ]
-        is_one = len(spans) == 1 and "-" not in spans[0]
-        found.append(f"{stem}{spans[0]}" if is_one else f"{stem}[{','.join(spans)}]")
+        spans = format_ranges(sorted(numbers), width)
+        found.append(f"{stem}{spans}" if spans.isdecimal() else f"{stem}[{spans}]")
     return ",".join(sorted(found + plain))
-
-
-def _spans(numbers: list[int]) -> list[tuple[int, int]]:
-    """Return the runs of successive numbers, first and last."""
-    found: list[tuple[int, int]] = []
-    for number in numbers:
-        if found and number == found[-1][1] + 1:
-            found[-1] = found[-1][0], number
-        else:
-            found.append((number, number))
-    return found

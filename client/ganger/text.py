@@ -119,15 +119,15 @@ def format_cores(millicores: int) -> str:
     return f"{millicores / 1_000:g}"
 
 
-def format_ranges(numbers: Iterable[int]) -> str:
-    """ "0-3,6" of ascending numbers."""
-    ranges: list[list[int]] = []
+def format_ranges(numbers: Iterable[int], width: int = 0) -> str:
+    """ "0-3,6" of ascending numbers. `width`: digits to which each is filled with zeros."""
+    ranges: list[tuple[int, int]] = []
     for number in numbers:
-        if ranges and ranges[-1][-1] == number - 1:
-            ranges[-1] = [ranges[-1][0], number]
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1] = ranges[-1][0], number
         else:
-            ranges.append([number])
-    return ",".join("-".join(map(str, one)) for one in ranges)
+            ranges.append((number, number))
+    return ",".join("-".join([str(end).zfill(width) for end in dict.fromkeys(one)]) for one in ranges)
 
 
 def counted(count: float | str, noun: str, spec: str = "") -> str:
