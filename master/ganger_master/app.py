@@ -38,7 +38,7 @@ from ganger_master.decision_log import recorder
 from ganger_master.policies import live_policy_named
 from ganger_master.rpc import audit
 from ganger_master.rpc.access import UserLimits
-from ganger_master.rpc.partition_messages import absent_nodes
+from ganger_master.rpc.node_selection_messages import absent_nodes
 from ganger_master.rpc.server import MasterServer
 from ganger_master.runtime import process_setup
 from ganger_master.runtime import state_directory as retention

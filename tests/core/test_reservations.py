@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 from core.drive import GIB, Drive, job_of
@@ -32,13 +32,14 @@ from ganger_master.core.machine import next_wake
 from ganger_master.core.node_faults import service_reason
 from ganger_master.core.node_model import NodeState, Reservation
 from ganger_master.core.plan_changes import Goal, Purpose, SuspendChange
-from ganger_master.core.reservations import NodeHold, ReservationPhase, can_leave, hold_of, phase_of
+from ganger_master.core.reservations import ReservationPhase, can_leave, hold_of, phase_of
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_image import restored
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+Hold: TypeAlias = tuple[str, tuple[str, ...]]
 UPGRADE = Reservation("upgrade", ("n1",), 1_000.0, 2_000.0, lead_s=100.0)
 COURSE = replace(UPGRADE, name="course", users=("ann", "bob"))
 OPAQUE = Agent.NONE
@@ -62,21 +63,24 @@ def reserved(reservation: Reservation, nodes: int = 2) -> Drive:
 @pytest.mark.parametrize(
     ("now", "expected", "maintenance", "course"),
     [
-        (899.9, ReservationPhase.AHEAD, NodeHold(), NodeHold()),
-        (900.0, ReservationPhase.EMPTYING, NodeHold("upgrade"), NodeHold("course")),
-        (999.9, ReservationPhase.EMPTYING, NodeHold("upgrade"), NodeHold("course")),
-        (1_000.0, ReservationPhase.ACTIVE, NodeHold("upgrade"), NodeHold("course", ("ann", "bob"))),
-        (1_999.9, ReservationPhase.ACTIVE, NodeHold("upgrade"), NodeHold("course", ("ann", "bob"))),
-        (2_000.0, ReservationPhase.OVER, NodeHold(), NodeHold()),
+        (899.9, ReservationPhase.AHEAD, ("", ()), ("", ())),
+        (900.0, ReservationPhase.EMPTYING, ("upgrade", ()), ("course", ())),
+        (999.9, ReservationPhase.EMPTYING, ("upgrade", ()), ("course", ())),
+        (1_000.0, ReservationPhase.ACTIVE, ("upgrade", ()), ("course", ("ann", "bob"))),
+        (1_999.9, ReservationPhase.ACTIVE, ("upgrade", ()), ("course", ("ann", "bob"))),
+        (2_000.0, ReservationPhase.OVER, ("", ()), ("", ())),
     ],
 )
 def test_a_node_is_emptied_before_a_reservation_and_kept_while_it_lasts(
-    now: float, expected: ReservationPhase, maintenance: NodeHold, course: NodeHold
+    now: float,
+    expected: ReservationPhase,
+    maintenance: tuple[str, tuple[str, ...]],
+    course: tuple[str, tuple[str, ...]],
 ) -> None:
     assert phase_of(UPGRADE, now) is expected
     assert hold_of([UPGRADE], "n1", now) == maintenance
     assert hold_of([COURSE], "n1", now) == course
-    assert hold_of([UPGRADE], "n2", now) == NodeHold()
+    assert hold_of([UPGRADE], "n2", now) == ("", ())
 
 
 @pytest.mark.parametrize(
@@ -356,9 +360,9 @@ def test_at_any_time_a_node_says_what_its_reservations_say(
     for now in sorted(times):
         at(drive, max(now, drive.now))
         node = drive.state.nodes["n1"]
-        hold = hold_of(kept.values(), "n1", drive.now)
-        assert (node.reservation, node.reserved_for) == (hold.reservation, hold.users)
-        assert node.takes_gangs is (not hold.reservation or bool(hold.users))
+        name, users = hold_of(kept.values(), "n1", drive.now)
+        assert (node.reservation, node.reserved_for) == (name, users)
+        assert node.takes_gangs is (not name or bool(users))
 
 
 @pytest.mark.parametrize(

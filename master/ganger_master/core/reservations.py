@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Final
 from ganger.cluster.refusals import Reason, Refusal
 from ganger.protocol.gang_orders import Mechanism
 from ganger.text import counted, format_duration
-from msgspec import Struct
 from msgspec.structs import replace
 
 from ganger_master.core import ending
@@ -49,34 +48,24 @@ def phase_of(reservation: Reservation, now: float) -> ReservationPhase:
     return ReservationPhase.EMPTYING if now >= reservation.start - reservation.lead_s else ReservationPhase.AHEAD
 
 
-class NodeHold(Struct, frozen=True, gc=False):
-    """What a node is reserved for now: the reservation's name, and its users. Without users the node is emptied."""
-
-    reservation: str = ""
-    users: tuple[str, ...] = ()
-
-
-_FREE: Final = NodeHold()
+def hold_of(reservations: Iterable[Reservation], node: str, now: float) -> tuple[str, tuple[str, ...]]:
+    """Return what a node is reserved for at a time, `Node.reservation` and `reserved_for`. No two reservations have a
+    node at once."""
+    found = [hold for one in reservations if node in one.nodes and (hold := _hold(one, now)) != _NO_HOLD]
+    return found[0] if found else _NO_HOLD
 
 
-def hold_of(reservations: Iterable[Reservation], node: str, now: float) -> NodeHold:
-    """Return what a node is reserved for at a time. No two reservations have a node at once."""
-    found = [
-        hold
-        for reservation in reservations
-        if node in reservation.nodes and (hold := _hold(reservation, now)) is not _FREE
-    ]
-    return found[0] if found else _FREE
+_NO_HOLD: Final = ("", ())
 
 
-def _hold(reservation: Reservation, now: float) -> NodeHold:
+def _hold(reservation: Reservation, now: float) -> tuple[str, tuple[str, ...]]:
     match phase_of(reservation, now):
         case ReservationPhase.EMPTYING:
-            return NodeHold(reservation.name)
+            return reservation.name, ()
         case ReservationPhase.ACTIVE:
-            return NodeHold(reservation.name, reservation.users)
+            return reservation.name, reservation.users
         case _:
-            return _FREE
+            return _NO_HOLD
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------
@@ -202,10 +191,10 @@ def follow(state: State, now: float, cause: str) -> None:
     holds = {}
     for reservation in state.reservations.values():
         hold = _hold(reservation, now)
-        if hold is not _FREE:
+        if hold != _NO_HOLD:
             holds.update(dict.fromkeys(reservation.nodes, hold))
     for name in [*holds, *state.nodes.reserved]:
-        _note(state, name, holds.get(name, _FREE), now, cause)
+        _note(state, name, holds.get(name, _NO_HOLD), now, cause)
     state.reservation_at = next_time(state.reservations.values(), now)
 
 
@@ -215,13 +204,14 @@ def note_node(state: State, name: str, now: float, cause: str) -> None:
         _note(state, name, hold_of(state.reservations.values(), name, now), now, cause)
 
 
-def _note(state: State, name: str, hold: NodeHold, now: float, cause: str) -> None:
+def _note(state: State, name: str, hold: tuple[str, tuple[str, ...]], now: float, cause: str) -> None:
     node = state.nodes.get(name)
-    if node is None or (node.reservation, node.reserved_for) == (hold.reservation, hold.users):
+    if node is None or (node.reservation, node.reserved_for) == hold:
         return
-    state.put_node(replace(node, reservation=hold.reservation, reserved_for=hold.users))
-    kind = "node_released" if not hold.reservation else "node_reserved" if hold.users else "node_emptied"
-    state.history(now, f"nodes/{name}", kind, cause, hold.reservation or node.reservation)
+    reservation, users = hold
+    state.put_node(replace(node, reservation=reservation, reserved_for=users))
+    kind = "node_released" if not reservation else "node_reserved" if users else "node_emptied"
+    state.history(now, f"nodes/{name}", kind, cause, reservation or node.reservation)
 
 
 def next_time(reservations: Iterable[Reservation], now: float) -> float:

@@ -41,6 +41,7 @@ from ganger_master.planner.resource_trials import MemorySample
 from ganger_master.planner_process.plan_recorder import PlanRecorder
 from ganger_master.policies import Policy, live_policy_named
 from ganger_master.policies.trials import TrialPace
+from ganger_master.rpc.node_selection_messages import reservation_from_wire
 from ganger_master.rpc.planner_messages import (
     change_to_wire,
     curve_to_wire,
@@ -50,7 +51,6 @@ from ganger_master.rpc.planner_messages import (
     teams_from_wire,
     use_from_wire,
 )
-from ganger_master.rpc.reservation_messages import reservation_from_wire
 
 log = logging.getLogger(__name__)
 

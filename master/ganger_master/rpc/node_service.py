@@ -39,13 +39,13 @@ from ganger_master.rpc.answer_messages import (
     place_of,
 )
 from ganger_master.rpc.job_messages import level_to_wire
-from ganger_master.rpc.partition_messages import partitions_to_wire
-from ganger_master.rpc.planner_messages import REASON_MOST
-from ganger_master.rpc.reservation_messages import (
+from ganger_master.rpc.node_selection_messages import (
+    partitions_to_wire,
     reservation_from_wire,
     reservation_to_wire,
     reservation_update_from_wire,
 )
+from ganger_master.rpc.planner_messages import REASON_MOST
 from ganger_master.runtime.writer import Writer
 
 

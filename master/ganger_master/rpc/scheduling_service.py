@@ -40,8 +40,8 @@ from ganger_master.rpc.answer_messages import (
     verdict_of,
 )
 from ganger_master.rpc.job_service import STREAM_S
+from ganger_master.rpc.node_selection_messages import reservation_to_wire
 from ganger_master.rpc.planner_messages import live_job_to_wire, plan_from_wire, teams_to_wire, use_to_wire
-from ganger_master.rpc.reservation_messages import reservation_to_wire
 from ganger_master.runtime.publication import ProgressBoard, comes
 from ganger_master.runtime.writer import Writer
 
