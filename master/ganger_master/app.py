@@ -32,8 +32,8 @@ from ganger.wire.tls import Renewed, check_directory, server_context, tell_end
 from ganger_master.config import Config
 from ganger_master.core.commands import NoteEnds, OpenStore
 from ganger_master.core.leader_lease import LeaderLease, LeaseCandidate, read_again_s
-from ganger_master.core.settings import CoreSettings
-from ganger_master.core.teams import limits_of
+from ganger_master.core.limits import by_user
+from ganger_master.core.settings import CoreSettings, needs_planner
 from ganger_master.decision_log import recorder
 from ganger_master.policies import live_policy_named
 from ganger_master.rpc import audit
@@ -196,7 +196,7 @@ class Master:
         if config.authority is not None:
             _check_authority(config.authority)
         try:
-            is_planned = live_policy_named(config.policy).is_planned or bool(config.teams or config.partitions)
+            is_planned = live_policy_named(config.policy).is_planned or needs_planner(config.teams, config.partitions)
         except (KeyError, ValueError) as error:
             raise StartError(str(error.args[0]), MasterObstacle.SETTING) from error
         beside = self._beside = DatabaseMarks(config.database_path or config.state_dir / "database")
@@ -413,7 +413,7 @@ def _core_settings(config: Config) -> CoreSettings:
     return CoreSettings(
         **{**same, **own},
         finished_bytes_limit=_FINISHED_BYTES,
-        quota_devices=limits_of(config.quotas, config.teams, config.partitions),
+        quota_devices=by_user(config.quotas),
     )
 
 

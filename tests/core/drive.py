@@ -22,6 +22,7 @@ from ganger_master.core.commands import (
 from ganger_master.core.events import HistoryRow
 from ganger_master.core.gang_model import Gang, ObservedPhase
 from ganger_master.core.job_model import Capabilities, JobRecord, JobSpec
+from ganger_master.core.limits import limits_of
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 
@@ -61,6 +62,7 @@ class Drive:
     def set_quotas(self, **devices: int) -> None:
         """Set other quotas, as a restart does; jobs that were accepted under the former ones stay."""
         self.state.settings = replace(self.state.settings, quota_devices=devices)
+        self.state.limits = limits_of(devices)
 
     def join(self, node: str) -> None:
         answer = self.step(OpenSession(node, f"machine-{node}", SERVER, peer_address=f"{node}:1"))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from faultsim.state_invariants import violations
 from ganger.cluster.resources import Claim, Role, TaskShape
 from ganger.cluster.topology import Topology, innermost_groups, parse_topology
-from ganger_master.core import approval, commands, gang_orders, machine
+from ganger_master.core import commands, gang_orders, machine
 from ganger_master.core.answers import Approved, SessionAnswer
 from ganger_master.core.job_model import JobSpec
-from ganger_master.core.kept_places import KeptPlace, KeptPlaceRequest, keep_places
+from ganger_master.core.kept_places import KeptPlace, KeptPlaceRequest, keep_places, kept_places_of
 from ganger_master.core.node_model import Node
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
@@ -95,14 +95,14 @@ def test_places_kept_for_blocked_jobs_are_searched_again_only_after_a_while() ->
     assert isinstance(ask(state, 1, claim("n1", 0), 1.0), Approved)
     assert not isinstance(ask(state, 2, four, 1.0), Approved)
     late = 200.0
-    first = approval.kept_places_of(state, [state.jobs[2]], late)
+    first = kept_places_of(state, [state.jobs[2]], late)
     assert first == naive(state, 2)
     assert first[0].nodes == ("n2",)
     assert not isinstance(ask(state, 3, claim("n2", 1), late), Approved)
     assert isinstance(ask(state, 3, claim("n1", 1), late), Approved)
-    assert approval.kept_places_of(state, [state.jobs[2]], late + 0.1) == first
-    assert approval.kept_places_of(state, [state.jobs[2]], late + 1.0) == naive(state, 2)
-    assert approval.kept_places_of(state, [state.jobs[4]], late) == ()
+    assert kept_places_of(state, [state.jobs[2]], late + 0.1) == first
+    assert kept_places_of(state, [state.jobs[2]], late + 1.0) == naive(state, 2)
+    assert kept_places_of(state, [state.jobs[4]], late) == ()
 
 
 def ask(state: State, number: int, wanted: Claim, now: float) -> object:

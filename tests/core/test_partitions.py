@@ -12,7 +12,7 @@ from ganger.cluster.resources import Claim
 from ganger.job_state import JobState
 from ganger_master.core import machine
 from ganger_master.core.answers import ArrayAnswer, Refused
-from ganger_master.core.approval import judge_change, may_never_start, rules
+from ganger_master.core.approval import judge_change
 from ganger_master.core.commands import (
     CordonNode,
     DrainNode,
@@ -25,11 +25,12 @@ from ganger_master.core.commands import (
 )
 from ganger_master.core.explain import explain
 from ganger_master.core.job_model import JobSpec, SuspendLevel, Update
+from ganger_master.core.job_rules import may_never_start, rules
 from ganger_master.core.partitions import NO_TERMS, TIER, Partition, PartitionIndex, PartitionTerms, partitions_of
 from ganger_master.core.plan_changes import Goal, MoveChange, Purpose, SingleChange, StartChange, SuspendChange
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_image import restored
-from ganger_master.core.teams import Team, limits_of
+from ganger_master.core.teams import Team
 from msgspec.structs import replace
 
 TEAMS = {"vision": Team(("ann", "bob"))}
@@ -38,8 +39,7 @@ URGENT = Partition(nodes=("n2",), users=("cat",), teams=("vision",), priority=2,
 
 
 def settings_of(partitions: dict[str, Partition], policy: str = "las") -> CoreSettings:
-    limits = limits_of({}, TEAMS, partitions)
-    return CoreSettings(policy=policy, teams=TEAMS, partitions=partitions, quota_devices=limits)
+    return CoreSettings(policy=policy, teams=TEAMS, partitions=partitions)
 
 
 def drive_of(nodes: int = 3, **partitions: Partition) -> Drive:

@@ -12,10 +12,11 @@ from faultsim.fault_cluster import FaultCluster
 from ganger.cluster.refusals import Reason
 from ganger.job_state import JobState
 from ganger_master.core.answers import Refused
-from ganger_master.core.approval import rules
 from ganger_master.core.commands import ProposePlan, SubmitArray, SubmitJob, SuspendJob
 from ganger_master.core.explain import explain, reported_blockers
 from ganger_master.core.job_model import SuspendLevel
+from ganger_master.core.job_rules import rules
+from ganger_master.core.limits import Owner
 from ganger_master.core.plan_changes import StartChange
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
@@ -27,13 +28,13 @@ from msgspec.structs import replace
 QUOTAS = CoreSettings(quota_devices={"ann": 4, "": 6}, lost_after_s=60.0)
 
 
-def counted_anew(state: State) -> dict[str, int]:
+def counted_anew(state: State) -> dict[Owner, int]:
     jobs = [state.jobs[number] for number in state.jobs.live]
     held: Counter[str] = Counter()
     for job in jobs:
         if job.epoch in state.gangs:
             held[job.user] += job.spec.gpus
-    return {user: devices for user, devices in held.items() if devices}
+    return {Owner(user): devices for user, devices in held.items() if devices}
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -73,13 +74,13 @@ def test_the_last_charge_of_a_job_is_what_counts(charges: list[tuple[int, str, i
     shares = Shares()
     last: dict[int, tuple[str, int]] = {}
     for number, user, devices in charges:
-        shares.charge(number, (user,), devices)
+        shares.charge(number, (Owner(user),), devices)
         last[number] = user, devices
     for user in ("ann", "bob"):
-        assert shares.held.get(user, 0) == sum(devices for owner, devices in last.values() if owner == user)
+        assert shares.held.get(Owner(user), 0) == sum(devices for owner, devices in last.values() if owner == user)
         for number in last:
             others = [devices for other, (owner, devices) in last.items() if owner == user and other != number]
-            assert shares.beside(number, user) == sum(others)
+            assert shares.beside(number, Owner(user)) == sum(others)
 
 
 @pytest.mark.parametrize("policy", ["fifo", "las"])
@@ -115,7 +116,7 @@ def test_why_names_the_jobs_that_hold_the_share(policy: str) -> None:
         explain(drive.state, waiting, drive.now).blockers,
         reported_blockers(drive.state, drive.job(waiting)),
     ):
-        assert explain(drive.state, waiting, drive.now).share == ("ann", 4)
+        assert explain(drive.state, waiting, drive.now).share == (Owner("ann"), 4)
         assert blocker.reason is Reason.QUOTA
         assert blocker.message.startswith(
             "user 'ann' holds 4 of the 4 GPUs of its quota: jobs/2 (2), jobs/1 (1), jobs/3 (1)"
@@ -130,5 +131,5 @@ def test_why_reports_that_a_job_never_starts_once_the_quota_was_set_below_what_i
     drive.set_quotas(ann=2)
     found = explain(drive.state, number, drive.now)
     (blocker,) = found.blockers
-    assert (blocker.reason, blocker.figures) == (Reason.QUOTA, {"needed": 3, "held": 0, "limit": 2})
+    assert (blocker.reason, blocker.figures) == (Reason.QUOTA, {"needed": 3, "limit": 2})
     assert found.assumption == "never under this quota: ask for fewer GPUs, or have an operator raise the quota"

@@ -8,7 +8,6 @@ from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Locality, LocalityLevel, Role, TaskShape
 from ganger.job_state import JobState
 from ganger_master.core.answers import Answer, Approved, Refused, Rejected, SessionAnswer
-from ganger_master.core.approval import kept_places_of
 from ganger_master.core.commands import (
     CancelJob,
     CordonNode,
@@ -21,6 +20,7 @@ from ganger_master.core.commands import (
 )
 from ganger_master.core.gang_model import ObservedPhase
 from ganger_master.core.job_model import SuspendLevel
+from ganger_master.core.kept_places import kept_places_of
 from ganger_master.core.settings import CoreSettings
 from msgspec.structs import replace
 

@@ -10,11 +10,11 @@ from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Claim
 from ganger.job_state import JobState
 from ganger_master.core.answers import JobAnswer, PlanAnswer, Refused
-from ganger_master.core.approval import rules
 from ganger_master.core.commands import ProposePlan, ResizeJob
 from ganger_master.core.elastic import judge_resize
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, ObservedPhase
 from ganger_master.core.job_model import SuspendLevel
+from ganger_master.core.job_rules import rules
 from ganger_master.core.plan_changes import ResizeChange, StartChange
 from ganger_master.core.settings import CoreSettings
 from hypothesis import given
@@ -224,7 +224,7 @@ def test_a_user_s_share_bounds_how_far_a_job_grows() -> None:
     number = drive.running(elastic(1, 1, 4))
     answer = drive.step(ResizeJob(number, 3))
     assert isinstance(answer, Refused)
-    assert "the whole quota of user '' is 2" in answer.message
+    assert "the quota of user '' is 2" in answer.message
     assert drive.step(ResizeJob(number, 2)) == JobAnswer(number)
 
 

@@ -14,6 +14,7 @@ from ganger_master.core.commands import ObservedGang, ProposePlan, ResizeJob, Re
 from ganger_master.core.explain import explain
 from ganger_master.core.gang_model import ObservedPhase, Outcome, OutcomeKind
 from ganger_master.core.job_model import Capabilities, Checkpoint, JobSpec, SuspendLevel
+from ganger_master.core.limits import Owner
 from ganger_master.core.plan_changes import StartChange, SuspendChange
 from ganger_master.core.settings import CoreSettings
 from hypothesis import given
@@ -271,7 +272,7 @@ def test_a_quota_counts_the_devices_that_it_has() -> None:
     assert refused[0] is Reason.QUOTA
     assert explain(drive.state, second, drive.now).blockers[0].reason is Reason.QUOTA
     assert start(drive, second, 1) is None
-    assert drive.state.jobs.shares.held == {"ann": 5}
+    assert drive.state.jobs.shares.held == {Owner("ann"): 5}
 
 
 def test_one_plan_does_not_exceed_a_quota_by_sizes() -> None:

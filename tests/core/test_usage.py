@@ -237,4 +237,4 @@ def test_the_standing_of_a_user_is_told_with_the_use_and_share_of_its_team() -> 
 
 
 def replace_settings(teams: dict[str, Team]) -> CoreSettings:
-    return CoreSettings(teams=teams, quota_devices={"team:vision": 8}, usage_half_life_s=HALF_LIFE_S)
+    return CoreSettings(teams=teams, usage_half_life_s=HALF_LIFE_S)

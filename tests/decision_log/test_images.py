@@ -21,6 +21,7 @@ DERIVED = {
     *(
         "policy",
         "teams",
+        "limits",
         "partitions",
         "counts_use",
         "_running",

@@ -9,10 +9,10 @@ from ganger.cluster.fit import MEMORY_SHARE
 from ganger.cluster.resources import Bandwidth, Claim, exceeds, more_bandwidth
 from ganger.cluster.topology import bits
 from ganger.job_state import JobState
-from ganger_master.core.approval import find_blocked
 from ganger_master.core.colocation import holders_on
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole
 from ganger_master.core.job_model import JobRecord, SuspendLevel
+from ganger_master.core.kept_places import find_blocked
 from ganger_master.core.queue import is_lack
 from ganger_master.core.state import State
 from ganger_master.core.state_indexes import row_of

@@ -13,7 +13,6 @@ from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobSpec
 from ganger_master.core.partitions import Partition
 from ganger_master.core.settings import CoreSettings
-from ganger_master.core.teams import limits_of
 
 _GIB = 1 << 30
 PARTITIONS = {
@@ -25,8 +24,7 @@ PARTITIONS = {
 
 @pytest.mark.parametrize("seed", range(8))
 def test_in_a_storm_of_plans_no_gang_is_outside_its_partition(seed: int) -> None:
-    limits = limits_of({}, {}, PARTITIONS)
-    settings = CoreSettings(lost_after_s=60.0, policy="las", partitions=PARTITIONS, quota_devices=limits)
+    settings = CoreSettings(lost_after_s=60.0, policy="las", partitions=PARTITIONS)
     cluster = FaultCluster(seed, [], settings, faults.storm(Engine(seed)))
     turns: dict[str, DaemonTurns] = {}
     for name in ("n1", "n2", "n3"):

@@ -33,7 +33,6 @@ from ganger_master.core.node_faults import faults_of
 from ganger_master.core.node_model import Reservation
 from ganger_master.core.partitions import Partition, partitions_of
 from ganger_master.core.settings import CoreSettings
-from ganger_master.core.teams import limits_of
 from ganger_master.planner.context import PlannerSettings, context_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.plan import plan
@@ -113,8 +112,7 @@ class _Story:
         yield from ()
 
     def _set_partitions(self, partitions: Mapping[str, Partition]) -> None:
-        limits = limits_of({}, {}, partitions)
-        self._settings = structs_replace(self._settings, partitions=partitions, quota_devices=limits)
+        self._settings = structs_replace(self._settings, partitions=partitions)
 
     def _restart(self) -> Iterator[str]:
         master = self.cluster.master
@@ -227,7 +225,7 @@ class _Story:
     def _plan(self) -> Iterator[str]:
         """What the planner would propose now, with the order it tells the master."""
         state, now = self.cluster.state, self.cluster.master.now()
-        table = LiveTable(quotas=state.settings.quota_devices)
+        table = LiveTable(limits=state.limits)
         for job in state.jobs.values():
             table.put(job, state.gangs.get(job.epoch))
         capacity = Capacity(state.nodes.devices, 16.0, 64.0 * _GIB, 4)

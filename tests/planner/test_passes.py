@@ -19,7 +19,7 @@ from ganger_master.core.job_model import Capabilities, JobRecord, JobSpec, Suspe
 from ganger_master.core.plan_changes import Goal, Purpose, StartChange, SuspendChange
 from ganger_master.core.reservations import can_leave
 from ganger_master.core.settings import CoreSettings
-from ganger_master.core.teams import Team, limits_of
+from ganger_master.core.teams import Team
 from ganger_master.planner.context import PlanDraft, capacity_of, context_of
 from ganger_master.planner.gang_fitting import nodes_for
 from ganger_master.planner.job_table import LiveTable
@@ -47,8 +47,7 @@ class Planned(Drive):
         quotas: Mapping[str, int] = NO_QUOTAS,
         teams: Mapping[str, Team] = NO_TEAMS,
     ) -> None:
-        limits = {**quotas, **limits_of({}, teams)}
-        super().__init__(nodes, CoreSettings(policy=policy, quota_devices=limits, teams=teams))
+        super().__init__(nodes, CoreSettings(policy=policy, quota_devices=quotas, teams=teams))
         self.policy = policy_named(policy)
 
     def as_told(self, job: JobRecord) -> tuple[JobRecord, Gang | None]:
@@ -69,7 +68,7 @@ class Planned(Drive):
     ) -> PlanDraft:
         settings = self.state.settings
         teams = TeamUse(settings.teams, settings.usage_half_life_s) if settings.teams else None
-        table = LiveTable(quotas=settings.quota_devices, teams=teams)
+        table = LiveTable(limits=self.state.limits, teams=teams)
         for job in self.state.jobs.values():
             table.put(*self.as_told(job))
         table.close(closed)

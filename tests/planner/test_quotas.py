@@ -13,7 +13,8 @@ from ganger_master.core.commands import CancelJob
 from ganger_master.core.explain import explain, reported_blockers
 from ganger_master.core.gang_model import Gang, GangPhase, GangRole, Piece
 from ganger_master.core.job_model import JobRecord, JobSpec
-from ganger_master.core.teams import Team, TeamIndex, limits_of
+from ganger_master.core.limits import limits_of
+from ganger_master.core.teams import Team, TeamIndex
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.policies.fairness import QuotaUse
 from hypothesis import given
@@ -86,7 +87,7 @@ def gang(epoch: int, number: int, gpus: int) -> Gang:
 def test_the_table_keeps_out_the_same_jobs_as_a_scan_of_all(
     quotas: dict[str, int], story: list[tuple[int, str]]
 ) -> None:
-    table = LiveTable(quotas=quotas)
+    table = LiveTable(limits=limits_of(quotas))
     waiting: dict[int, JobRecord] = {}
     holding: dict[int, JobRecord] = {}
     for number, what in story:
@@ -131,7 +132,7 @@ def test_the_table_keeps_out_the_same_jobs_as_a_scan_of_all(
 def test_the_jobs_of_a_line_start_that_fit_beside_those_before_them(
     limits: dict[str, int], line: list[tuple[str, int]]
 ) -> None:
-    quotas = QuotaUse(limits)
+    quotas = QuotaUse(limits_of(limits))
     jobs = [
         JobRecord(number, "uid", user, JobSpec(("train",), (Role("worker", gpus, TaskShape(gpus=1)),)), 1.0)
         for number, (user, gpus) in enumerate(line, 1)

@@ -19,8 +19,9 @@ from ganger.wire import times
 from ganger.wire.endpoints import Endpoint
 from ganger_master.core.commands import CHANGES_LIMIT, SubmitJob
 from ganger_master.core.job_model import JobSpec
+from ganger_master.core.named_tables import MOST_GPUS
 from ganger_master.core.partitions import Partition
-from ganger_master.core.teams import MOST_GPUS, Team
+from ganger_master.core.teams import Team
 from ganger_master.planner.context import ClusterChange, PlanContext
 from ganger_master.planner.loop import PlannerLoop
 from ganger_master.planner.order_stage import OrderStage

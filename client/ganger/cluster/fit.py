@@ -229,6 +229,12 @@ def _mixed_types(view: View, shape: GangShape, claims: Sequence[Claim]) -> list[
     return types if len(types) > 1 else []
 
 
+def outside_partition(node: str, partition: str, job: str = "") -> Refusal:
+    """Return the refusal of a node that is not in the partition of a gang."""
+    detail = f"the node is not in partition {partition!r}"
+    return Refusal(Reason.NOT_IN_PARTITION, node=node, job=job, detail=detail)
+
+
 def gang_level(view: View, claims: Sequence[Claim]) -> LocalityLevel:
     """Worst pair of the gang's devices; without devices, of its nodes. Nodes must be known.
 
@@ -295,8 +301,7 @@ def _fit_node(
         return
     # As on a node that has left the partition.
     if own is None and not topology.is_in(shape.partition):
-        detail = f"the node is not in partition {shape.partition!r}"
-        refusals.append(Refusal(Reason.NOT_IN_PARTITION, node=node, detail=detail))
+        refusals.append(outside_partition(node, shape.partition))
         return
     if claim.device_mask and not accepts_type(shape.device_type, configuration_set.device_type):
         has = configuration_set.device_type or "none"

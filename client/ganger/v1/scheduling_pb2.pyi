@@ -1094,23 +1094,6 @@ Global___WatchClusterRequest: typing_extensions.TypeAlias = WatchClusterRequest
 class ClusterDelta(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    @typing.final
-    class QuotasEntry(google.protobuf.message.Message):
-        DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: builtins.int
-        VALUE_FIELD_NUMBER: builtins.int
-        key: builtins.str
-        value: builtins.int
-        def __init__(
-            self,
-            *,
-            key: builtins.str = ...,
-            value: builtins.int = ...,
-        ) -> None: ...
-        _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["key", b"key", "value", b"value"]
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-
     VIEW_FIELD_NUMBER: builtins.int
     JOBS_FIELD_NUMBER: builtins.int
     REMOVED_JOBS_FIELD_NUMBER: builtins.int
@@ -1122,12 +1105,12 @@ class ClusterDelta(google.protobuf.message.Message):
     QUANTUM_FIELD_NUMBER: builtins.int
     MIGRATIONS_PER_HOUR_FIELD_NUMBER: builtins.int
     CHANGING_NODE_SETS_FIELD_NUMBER: builtins.int
-    QUOTAS_FIELD_NUMBER: builtins.int
     TEAMS_FIELD_NUMBER: builtins.int
     USAGE_HALF_LIFE_FIELD_NUMBER: builtins.int
     USAGE_FIELD_NUMBER: builtins.int
     NEEDS_PLANNER_FIELD_NUMBER: builtins.int
     RESERVATIONS_FIELD_NUMBER: builtins.int
+    LIMITS_FIELD_NUMBER: builtins.int
     has_more: builtins.bool
     """More of the same moment follows: what was sent so far is incomplete."""
     policy: builtins.str
@@ -1169,13 +1152,9 @@ class ClusterDelta(google.protobuf.message.Message):
         """"nodeSets/{n}" whose newest matrix is not yet made on all their nodes: no other is approved until it is."""
 
     @property
-    def quotas(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """GPUs that a user may hold at once; "": each user without an entry; "team:NAME": all users of a team together. Sent
-        with the whole view, as are the teams, without which use gives no job precedence.
-        """
+    def teams(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ganger.v1.usage_pb2.Team]:
+        """Sent with the whole view; without teams, use gives no job precedence."""
 
-    @property
-    def teams(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ganger.v1.usage_pb2.Team]: ...
     @property
     def usage_half_life(self) -> google.protobuf.duration_pb2.Duration: ...
     @property
@@ -1185,6 +1164,10 @@ class ClusterDelta(google.protobuf.message.Message):
     @property
     def reservations(self) -> Global___Reservations:
         """Reservations that are not over; unset: as sent last. They close nodes to jobs."""
+
+    @property
+    def limits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Limit]:
+        """Sent with the whole view."""
 
     def __init__(
         self,
@@ -1200,16 +1183,16 @@ class ClusterDelta(google.protobuf.message.Message):
         quantum: google.protobuf.duration_pb2.Duration | None = ...,
         migrations_per_hour: builtins.float | None = ...,
         changing_node_sets: collections.abc.Iterable[builtins.str] | None = ...,
-        quotas: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         teams: collections.abc.Iterable[ganger.v1.usage_pb2.Team] | None = ...,
         usage_half_life: google.protobuf.duration_pb2.Duration | None = ...,
         usage: collections.abc.Iterable[ganger.v1.usage_pb2.DecayedUse] | None = ...,
         needs_planner: builtins.bool = ...,
         reservations: Global___Reservations | None = ...,
+        limits: collections.abc.Iterable[Global___Limit] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_migrations_per_hour", b"_migrations_per_hour", "migrations_per_hour", b"migrations_per_hour", "plan_interval", b"plan_interval", "quantum", b"quantum", "reservations", b"reservations", "time", b"time", "usage_half_life", b"usage_half_life", "view", b"view"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_migrations_per_hour", b"_migrations_per_hour", "changing_node_sets", b"changing_node_sets", "draining_nodes", b"draining_nodes", "has_more", b"has_more", "jobs", b"jobs", "migrations_per_hour", b"migrations_per_hour", "needs_planner", b"needs_planner", "plan_interval", b"plan_interval", "policy", b"policy", "quantum", b"quantum", "quotas", b"quotas", "removed_jobs", b"removed_jobs", "reservations", b"reservations", "teams", b"teams", "time", b"time", "usage", b"usage", "usage_half_life", b"usage_half_life", "view", b"view"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_migrations_per_hour", b"_migrations_per_hour", "changing_node_sets", b"changing_node_sets", "draining_nodes", b"draining_nodes", "has_more", b"has_more", "jobs", b"jobs", "limits", b"limits", "migrations_per_hour", b"migrations_per_hour", "needs_planner", b"needs_planner", "plan_interval", b"plan_interval", "policy", b"policy", "quantum", b"quantum", "removed_jobs", b"removed_jobs", "reservations", b"reservations", "teams", b"teams", "time", b"time", "usage", b"usage", "usage_half_life", b"usage_half_life", "view", b"view"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__migrations_per_hour: typing_extensions.TypeAlias = typing.Literal["migrations_per_hour"]
     _WhichOneofArgType__migrations_per_hour: typing_extensions.TypeAlias = typing.Literal["_migrations_per_hour", b"_migrations_per_hour"]
@@ -1233,6 +1216,43 @@ class Reservations(google.protobuf.message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Reservations: typing_extensions.TypeAlias = Reservations
+
+@typing.final
+class Limit(google.protobuf.message.Message):
+    """Most GPUs that jobs hold together: those of a user, of a team, of a partition, or of a user in a partition."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    USER_FIELD_NUMBER: builtins.int
+    TEAM_FIELD_NUMBER: builtins.int
+    PARTITION_FIELD_NUMBER: builtins.int
+    IS_PER_JOB_FIELD_NUMBER: builtins.int
+    GPUS_FIELD_NUMBER: builtins.int
+    user: builtins.str
+    """Empty: each user without a limit of its own; unset: all users of the team or partition together."""
+    team: builtins.str
+    partition: builtins.str
+    is_per_job: builtins.bool
+    """Of each job in the partition."""
+    gpus: builtins.int
+    def __init__(
+        self,
+        *,
+        user: builtins.str | None = ...,
+        team: builtins.str = ...,
+        partition: builtins.str = ...,
+        is_per_job: builtins.bool = ...,
+        gpus: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_user", b"_user", "user", b"user"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_user", b"_user", "gpus", b"gpus", "is_per_job", b"is_per_job", "partition", b"partition", "team", b"team", "user", b"user"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__user: typing_extensions.TypeAlias = typing.Literal["user"]
+    _WhichOneofArgType__user: typing_extensions.TypeAlias = typing.Literal["_user", b"_user"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__user) -> _WhichOneofReturnType__user | None: ...
+
+Global___Limit: typing_extensions.TypeAlias = Limit
 
 @typing.final
 class LiveJob(google.protobuf.message.Message):

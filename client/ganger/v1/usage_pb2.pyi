@@ -22,7 +22,7 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class Team(google.protobuf.message.Message):
-    """Settings of a team. Its limit is among the quotas, as of "team:NAME"."""
+    """Settings of a team, without its limit."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

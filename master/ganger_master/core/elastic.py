@@ -21,11 +21,12 @@ from msgspec.structs import replace
 
 from ganger_master.core import gang_orders
 from ganger_master.core.answers import RefusedError
-from ganger_master.core.approval import judge_change, rules
+from ganger_master.core.approval import judge_change
 from ganger_master.core.colocation import has_arenas
 from ganger_master.core.events import ResizeBegun, SizeChosen
 from ganger_master.core.gang_model import Gang, GangPhase, GangRole, Piece, Restore
 from ganger_master.core.job_model import JobRecord, SuspendLevel
+from ganger_master.core.job_rules import rules
 from ganger_master.core.preconditions import busy, not_running
 from ganger_master.core.state import State
 

@@ -17,21 +17,21 @@ from ganger.text import counted
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ganger_master.core import approval, availability, ending, usage
+from ganger_master.core import approval, availability, ending, limits, usage
 from ganger_master.core.approval import order
 from ganger_master.core.array_model import Membership
 from ganger_master.core.colocation import holders_on
 from ganger_master.core.ending import is_backing_off
 from ganger_master.core.gang_model import GangIntent, GangPhase, ObservedPhase
 from ganger_master.core.job_model import JobRecord
-from ganger_master.core.kept_places import NOTHING, Protected, trespass
+from ganger_master.core.job_rules import forbidden_nodes, full_share, refusal_by_partition, rules
+from ganger_master.core.kept_places import NOTHING, Protected, protected_from, trespass
 from ganger_master.core.lifecycle import trouble_of
 from ganger_master.core.node_faults import service_reason
 from ganger_master.core.node_model import Node, NodeState
 from ganger_master.core.plan_changes import Purpose
 from ganger_master.core.quarantine import END_UNKNOWN, FOUND_AT_REST
 from ganger_master.core.state import State
-from ganger_master.core.teams import owner_in_words
 
 # Candidates that are checked before a job counts as kept out: another place may be free.
 _CANDIDATES = 16
@@ -127,7 +127,7 @@ class Explanation(Struct, frozen=True, gc=False):
     start_before_s: float = 0.0
     assumption: str = ""
     is_ranked: bool = False
-    share: tuple[str, int] | None = None
+    share: tuple[limits.Owner, int] | None = None
 
 
 def explain(state: State, number: int, now: float, *, has_planner: bool = True) -> Explanation:
@@ -160,17 +160,17 @@ def _explain(state: State, job: JobRecord, now: float, has_planner: bool) -> Exp
             return Explanation((), assumption=said)
         trouble = f"; {said}" if said else ""
         return Explanation((), assumption=_at_rest(state, job) + trouble)
-    if state.partitions and (refusal := approval.partition_refusal(state, job, job.gpus)) is not None:
+    if state.partitions and (refusal := refusal_by_partition(state, job, job.gpus)) is not None:
         never = (
             "never in this partition: name another one (`ganger update -p`), or have an operator change its settings"
         )
         return Explanation((refusal,), assumption=never)
-    if approval.is_beyond_quota(state, job):
+    if limits.beyond(state.limits, state.owners(job), job.gpus) is not None:
         never = "never under this quota: ask for fewer GPUs, or have an operator raise the quota"
-        return Explanation(approval.rules(state, job), assumption=never)
+        return Explanation(rules(state, job), assumption=never)
     blockers = blockers_of(state, job, now)
-    if full := approval.full_share(state, job, job.gpus):
-        until = f"unknown, because that depends on when other jobs of {owner_in_words(full[0])} end"
+    if full := full_share(state, job, job.gpus):
+        until = f"unknown, because that depends on when other jobs of {full[0]} end"
         return Explanation(blockers, assumption=until, share=full)
     if state.is_planned:
         blockers = _lacks_memory(state, job) or blockers
@@ -206,13 +206,13 @@ def reported_blockers(state: State, job: JobRecord, *, has_planner: bool = True)
     reported = state.blockers_of(job.number)
     if reported and reported[0].reason in (Reason.QUOTA, Reason.PARTITION_LIMIT):
         # Other jobs of its user may have come and gone since.
-        return approval.rules(state, job) or reported
+        return rules(state, job) or reported
     if reported or not state.is_planned or not job.is_waiting:
         return reported
     # A job that its user's quota keeps out is not ranked.
     lacks = _lacks_memory(state, job) or _lacks_devices(state, job)
     placing = (*lacks, _ranked(state, job)) if has_planner else (_no_planner(state), *lacks)
-    return approval.rules(state, job) or placing
+    return rules(state, job) or placing
 
 
 def _held_back(array: Membership) -> Refusal:
@@ -302,8 +302,8 @@ def _takes_no_turns(state: State, job: JobRecord) -> str:
 
 def blockers_of(state: State, job: JobRecord, now: float) -> tuple[Refusal, ...]:
     """Judge the job as a request of it would be now; its scheduler's own blockers come last."""
-    quota = approval.rules(state, job)
-    forbidden = approval.forbidden_nodes(state, job, now)
+    quota = rules(state, job)
+    forbidden = forbidden_nodes(state, job, now)
     own = approval.holding_of(state, job, state.gangs[job.epoch].claims) if job.number in state.queue.resuming else ()
     view = state.view
     if forbidden or own:
@@ -413,7 +413,7 @@ _BEHIND = frozenset({Reason.PROTECTED, Reason.KEPT})
 
 
 def _placement_blockers(state: State, job: JobRecord, now: float, view: View) -> tuple[Refusal, ...]:
-    protected, rank = approval.protected_from(state, job, now), state.queue_rank(job.number)
+    protected, rank = protected_from(state, job, now), state.queue_rank(job.number)
     return placement_blockers(
         view, job.shape, waited=now - job.pending_since, protected=protected, rank=rank, job=job.name
     )

@@ -9,6 +9,7 @@ would leave less free than is kept. Pieces carry the rank and the job that they 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Final
 
 import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex
@@ -23,6 +24,12 @@ from ganger.cluster.topology import Topology, bits
 from ganger.cluster.view import View
 from msgspec import Struct, field
 from msgspec.structs import replace
+
+from ganger_master.core.job_model import JobRecord
+from ganger_master.core.job_rules import launch_failed_on
+from ganger_master.core.queue import Blocked, KeptPlaces
+from ganger_master.core.reservations import NodeClosures
+from ganger_master.core.state import State
 
 # A gang is kept a place after so many refusals, or so long a wait.
 CONFLICTS_BEFORE = 3
@@ -244,3 +251,147 @@ def _in_the_way(
     if wanted_memory and wanted_memory > max(0, view.memory[slot] - memory):
         return {"kept_bytes": memory, "free_bytes": view.memory[slot]}
     return {}
+
+
+# -- of the state ------------------------------------------------------------------------------------------------------
+
+
+def protected_from(state: State, job: JobRecord, now: float, out_of_turn: bool = False) -> Protected:
+    """Return what is kept from a job: the places that the planner keeps, and those of blocked jobs ahead of it in the
+    policy's order; out of turn, of all other blocked jobs."""
+    by_order = _protected_by_order(state, job, now, out_of_turn)
+    if not state.queue.kept_by_plan:
+        return by_order
+    by_plan = kept_by_plan(state, job)
+    nodes = {
+        name: (*by_plan.nodes.get(name, ()), *by_order.nodes.get(name, ()))
+        for name in {**by_plan.nodes, **by_order.nodes}
+    }
+    return Protected(nodes, by_order.everything)
+
+
+def kept_by_plan(state: State, job: JobRecord) -> Protected:
+    """Return what the planner keeps for other jobs; it comes before every request."""
+    others = [
+        KeptPlace(f"jobs/{number}", 0, claims)
+        for number, claims in state.queue.kept_by_plan.items()
+        if number != job.number
+    ]
+    return protect(state.view, others)
+
+
+def _protected_by_order(state: State, job: JobRecord, now: float, out_of_turn: bool) -> Protected:
+    if state.is_planned:
+        # Its ranking and the places that it keeps say which job goes first.
+        return NOTHING
+    found = _blocked(state)
+    # A queue that is not strict keeps room only for jobs that have waited long.
+    if not found.numbers or (now < found.waited_from and not state.policy.protects_all):
+        return NOTHING
+    blocked = first_blocked(state)
+    key = (state.policy.key(job), job.number)
+    ahead = [
+        other
+        for other in blocked
+        if (state.policy.key(other), other.number) < key or (out_of_turn and other.number != job.number)
+    ]
+    if job.number in state.queue.resuming:
+        # It may hold what they lack: it resumes, or neither ever would.
+        others = [other for other in ahead if not lacks_memory(state, other)]
+        ahead = [] if state.policy.protects_all and others[:1] != ahead[:1] else others
+    if not ahead:
+        return NOTHING
+    if state.policy.protects_all:
+        return Protected(everything=(ahead[0].name, state.queue_rank(ahead[0].number)))
+    places = _kept_places(state, blocked, ahead, now)
+    return protect(state.view, places) if places else NOTHING
+
+
+def lacks_memory(state: State, job: JobRecord) -> bool:
+    """Return whether a job waits for memory, of nodes or of devices: parked jobs keep some of it."""
+    refusals = state.queue.refusals.get(job.number, ())
+    return any(refusal.reason in (Reason.MEMORY, Reason.DEVICE_MEMORY) for refusal in refusals)
+
+
+def kept_places_of(state: State, jobs: Sequence[JobRecord], now: float) -> tuple[KeptPlace, ...]:
+    """Return places, by rank, for those of the jobs that are among the first blocked ones and waited long enough."""
+    return _kept_places(state, first_blocked(state), jobs, now)
+
+
+def _kept_places(
+    state: State, blocked: Sequence[JobRecord], jobs: Sequence[JobRecord], now: float
+) -> tuple[KeptPlace, ...]:
+    waited = _waited(state, blocked, now)
+    if not waited:
+        return ()
+    names = {job.name for job in jobs}
+    if all(job.name not in names for job in waited):
+        return ()
+    kept = _places_for(state, waited, now)
+    return tuple(
+        KeptPlace(job.name, state.queue_rank(job.number), kept[job.name])
+        for job in waited
+        if job.name in names and job.name in kept
+    )
+
+
+def _waited(state: State, blocked: Sequence[JobRecord], now: float) -> list[JobRecord]:
+    conflicts, after_s = state.queue.conflicts, state.settings.keep_place_after_s
+    return [job for job in blocked if now >= begins_at(conflicts.get(job.number, 0), job.pending_since, after_s)]
+
+
+def _places_for(state: State, waited: Sequence[JobRecord], now: float) -> Mapping[str, tuple[Claim, ...]]:
+    """Return the kept places of jobs, searched anew only after a while: a search costs as much as many verdicts."""
+    numbers = tuple(job.number for job in waited)
+    kept = state.queue.kept
+    if (
+        kept is None
+        or kept.numbers != numbers
+        or (kept.view_version != state.view.version and not 0.0 <= now - kept.time < _KEPT_S)
+    ):
+        closures = NodeClosures(tuple(state.reservations.values()), now)
+        wanting = [
+            KeptPlaceRequest(job.name, rank, job.shape, (*launch_failed_on(state, job), *closures.of(job, now)))
+            for rank, job in enumerate(waited, 1)
+        ]
+        found = {one.job: one.claims for one in keep_places(state.view, wanting)}
+        kept = KeptPlaces(numbers, state.view.version, now, found)
+        state.queue.kept = kept
+    return kept.places
+
+
+_KEPT_S = 0.5
+
+
+def first_blocked(state: State) -> list[JobRecord]:
+    """The first waiting jobs that lack pieces; those ahead of any job are the first ones of them."""
+    return [state.jobs[number] for number in _blocked(state).numbers]
+
+
+def _blocked(state: State) -> Blocked:
+    blocked = state.queue.blocked
+    if blocked is None:
+        blocked = find_blocked(state)
+        state.queue.blocked = blocked
+    return blocked
+
+
+_NO_BLOCKED: Final = Blocked((), 0.0)
+
+
+def find_blocked(state: State) -> Blocked:
+    """Return the first blocked jobs of the queue, which `state.queue.blocked` caches."""
+    if not state.queue.lacking:
+        return _NO_BLOCKED
+    blocked: list[JobRecord] = []
+    for number in state.queue.lacking:
+        job = state.jobs[number]
+        if number not in state.queue.declined and job.is_waiting:
+            blocked.append(job)
+            if len(blocked) >= state.settings.protected_jobs:
+                break
+    conflicts, after_s = state.queue.conflicts, state.settings.keep_place_after_s
+    earliest = min(
+        [begins_at(conflicts.get(job.number, 0), job.pending_since, after_s) for job in blocked], default=0.0
+    )
+    return Blocked(tuple([job.number for job in blocked]), earliest)

@@ -7,7 +7,6 @@ renewed when a master starts with other settings.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,6 +16,8 @@ from ganger.cluster.refusals import Reason, Refusal
 from ganger.node_ranges import expanded
 from ganger.text import counted, format_duration, parse_duration
 from msgspec import Struct
+
+from ganger_master.core.named_tables import NamedTable, tables_of
 
 # More than the priorities of two users' jobs can differ by: the priority of the partition decides first.
 TIER: Final = 2_001
@@ -153,15 +154,7 @@ def _admits(partition: Partition, user: str, team: str) -> bool:
 
 def partitions_of(value: object) -> dict[str, Partition]:
     """Return partitions by name from a table, or from its TOML. Raises ValueError with all mistakes."""
-    if isinstance(value, str):
-        try:
-            value = tomllib.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"partitions: {error}") from None
-    if not isinstance(value, Mapping):
-        raise ValueError(f"partitions: {value!r} is no table of partitions")
-    wrong: list[str] = []
-    found = {name: _partition_of(name, table, wrong) for name, table in value.items()}
+    found, wrong = tables_of(value, "partition", _KEYS, _partition_of)
     defaults = [name for name, one in found.items() if one.default]
     if len(defaults) > 1:
         wrong.append(f"{' and '.join(map(repr, defaults))} are the default: only one can be")
@@ -186,95 +179,62 @@ _KEYS: Final = (
     *("nodes", "gpu_types", "users", "teams", "time", "gpus", "gpus_per_user", "gpus_per_job"),
     *("priority", "preemptible", "default", "idle_warning", "idle_park"),
 )
-# More GPUs than any cluster has; counts of GPUs are 64-bit on the wire.
-MOST_GPUS: Final = 10**9
 
 
-def _partition_of(name: str, table: object, wrong: list[str]) -> Partition:
-    """Return a partition, or one without content where the table has mistakes, which are added to `wrong`."""
-    if not name or len(name) > _NAME_LIMIT or not all(sign.isalnum() or sign in "._-" for sign in name):
-        wrong.append(f"{name!r} is no name of a partition: use letters, digits, '.', '_' and '-'")
-    if not isinstance(table, Mapping):
-        wrong.append(f"{name!r} is no table with nodes")
-        return Partition()
-    unknown = sorted(table.keys() - set(_KEYS))
-    if unknown:
-        wrong.append(f"{name!r} has {', '.join(map(repr, unknown))}: a partition has {', '.join(_KEYS)}")
-    counts = {}
-    for key, least, most in (
-        *[(key, 0, MOST_GPUS) for key in ("gpus", "gpus_per_user", "gpus_per_job")],
-        ("priority", 0, PRIORITY_LIMIT),
-    ):
-        count = table.get(key)
-        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or not least <= count <= most):
-            wrong.append(f"{name!r} has {key} = {count!r}: write a number from {least} to {most}")
-            count = None
-        counts[key] = count
-    flags = {"preemptible": table.get("preemptible", True), "default": table.get("default", False)}
-    wrong += [
-        f"{name!r} has {key} = {flag!r}: write true or false" for key, flag in flags.items() if type(flag) is not bool
-    ]
+def _partition_of(table: NamedTable) -> Partition:
     return Partition(
-        nodes=_nodes_of(name, table.get("nodes", ()), wrong),
-        gpu_types=_names_of(name, "gpu_types", table.get("gpu_types", ()), wrong),
-        users=_names_of(name, "users", table.get("users", ()), wrong),
-        teams=_names_of(name, "teams", table.get("teams", ()), wrong),
-        time_s=_time_of(name, table.get("time"), wrong),
-        gpus=counts["gpus"],
-        gpus_per_user=counts["gpus_per_user"],
-        gpus_per_job=counts["gpus_per_job"],
-        priority=counts["priority"] or 0,
-        preemptible=flags["preemptible"] is not False,
-        default=flags["default"] is True,
-        idle_warning_s=_idle_time_of(name, "idle_warning", table.get("idle_warning"), wrong),
-        idle_park_s=_idle_time_of(name, "idle_park", table.get("idle_park"), wrong),
+        nodes=_nodes_of(table),
+        gpu_types=table.names("gpu_types"),
+        users=table.names("users"),
+        teams=table.names("teams"),
+        time_s=_time_of(table),
+        gpus=table.gpus(),
+        gpus_per_user=table.gpus("gpus_per_user"),
+        gpus_per_job=table.gpus("gpus_per_job"),
+        priority=table.number("priority", 0, PRIORITY_LIMIT, 0),
+        preemptible=table.flag("preemptible", default=True),
+        default=table.flag("default", default=False),
+        idle_warning_s=_idle_time_of(table, "idle_warning"),
+        idle_park_s=_idle_time_of(table, "idle_park"),
     )
 
 
-_NAME_LIMIT: Final = 63
-
-
-def _names_of(name: str, key: str, value: object, wrong: list[str]) -> tuple[str, ...]:
-    if isinstance(value, list | tuple) and all(isinstance(one, str) and one for one in value):
-        return tuple(dict.fromkeys(value))
-    wrong.append(f'{name!r} has {key} = {value!r}: write a list of names, ["ann", "bob"]')
-    return ()
-
-
-def _nodes_of(name: str, value: object, wrong: list[str]) -> tuple[str, ...]:
+def _nodes_of(table: NamedTable) -> tuple[str, ...]:
     found: dict[str, None] = {}
-    for text in [value] if isinstance(value, str) else _names_of(name, "nodes", value, wrong):
+    value = table.get("nodes")
+    for text in [value] if isinstance(value, str) else table.names("nodes"):
         try:
             found.update(dict.fromkeys(_names_in(text)))
         except ValueError as error:
-            wrong.append(f"{name!r}: {error}")
+            table.refuse(f"has nodes = {text!r}: {error}")
     return tuple(found)
 
 
 _names_in = lru_cache(64)(expanded)
 
 
-def _time_of(name: str, value: object, wrong: list[str]) -> float | None:
-    seconds = _duration_of(name, "time", value, wrong)
+def _time_of(table: NamedTable) -> float | None:
+    seconds = _duration_of(table, "time")
     if seconds is not None and seconds <= 0:
-        wrong.append(f"{name!r} has time = {value!r}: write more than zero")
+        table.refuse(f"has time = {table.get('time')!r}: write more than zero")
     return seconds
 
 
-def _idle_time_of(name: str, key: str, value: object, wrong: list[str]) -> float | None:
-    if value == "never":
+def _idle_time_of(table: NamedTable, key: str) -> float | None:
+    if table.get(key) == "never":
         return 0.0
-    seconds = _duration_of(name, key, value, wrong)
+    seconds = _duration_of(table, key)
     if seconds is not None and seconds < LEAST_IDLE_S:
-        wrong.append(f"{name!r} has {key} = {value!r}: write at least {LEAST_IDLE_S:g}s, or never")
+        table.refuse(f"has {key} = {table.get(key)!r}: write at least {LEAST_IDLE_S:g}s, or never")
     return seconds
 
 
-def _duration_of(name: str, key: str, value: object, wrong: list[str]) -> float | None:
+def _duration_of(table: NamedTable, key: str) -> float | None:
+    value = table.get(key)
     if value is None:
         return None
     try:
         return parse_duration(value)
     except ValueError as error:
-        wrong.append(f"{name!r} has {key} = {value!r}: {error}")
+        table.refuse(f"has {key} = {value!r}: {error}")
         return None

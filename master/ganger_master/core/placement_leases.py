@@ -17,20 +17,12 @@ from msgspec.structs import replace
 
 from ganger_master.core import answers, commands, events
 from ganger_master.core.answers import JobAnswer, RefusedError
-from ganger_master.core.approval import (
-    CandidateApproval,
-    CandidateRejection,
-    first_blocked,
-    forbidden_nodes,
-    has_place,
-    judge,
-    kept_places_of,
-    lacks_memory,
-    rules,
-)
+from ganger_master.core.approval import CandidateApproval, CandidateRejection, has_place, judge
 from ganger_master.core.elastic import rests_for_any_size, shape_for
 from ganger_master.core.events import Decision, Event, GangRefused, TurnsClaimed
 from ganger_master.core.job_model import JobRecord
+from ganger_master.core.job_rules import forbidden_nodes, rules
+from ganger_master.core.kept_places import first_blocked, kept_places_of, lacks_memory
 from ganger_master.core.preconditions import find_job, unfinished
 from ganger_master.core.queue import GrantedLease
 from ganger_master.core.state import State

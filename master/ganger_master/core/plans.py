@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
 from ganger.cluster.refusals import Reason, Refusal
@@ -13,7 +12,7 @@ from ganger.job_state import JobState
 
 from ganger_master.core import answers, commands, events, gang_orders
 from ganger_master.core.answers import RefusedError
-from ganger_master.core.approval import CandidateApproval, judge, judge_change, level_of, requested_memory, shut_out
+from ganger_master.core.approval import CandidateApproval, judge, judge_change, level_of, requested_memory
 from ganger_master.core.colocation import per_device
 from ganger_master.core.commands import CHANGES_LIMIT, CLAIMS_LIMIT, KEPT_PLACES_LIMIT, LINE_LIMIT
 from ganger_master.core.elastic import (
@@ -28,6 +27,7 @@ from ganger_master.core.elastic import (
 from ganger_master.core.events import Decision, Event
 from ganger_master.core.gang_model import GangIntent, GangPhase
 from ganger_master.core.job_model import JobRecord, SuspendLevel
+from ganger_master.core.job_rules import shut_out
 from ganger_master.core.placement_leases import offer_start
 from ganger_master.core.plan_changes import (
     CoresChange,
@@ -44,7 +44,6 @@ from ganger_master.core.plan_changes import (
 )
 from ganger_master.core.preconditions import check_move, check_suspend, unfinished
 from ganger_master.core.state import State
-from ganger_master.core.teams import limit_of
 from ganger_master.core.timeslice_admission import judge_rows
 
 # The events of a change, or why it is refused; those of a group, and refusals by job.
@@ -178,7 +177,7 @@ class _Trial:
         self._given_and_taken: list[tuple[tuple[Claim, ...], tuple[Claim, ...]]] = []
         # The part of that which shares devices with other gangs.
         self._joined: list[Claim] = []
-        self._settings = [state.settings]
+        self._limits = [state.limits]
         # Events that are not applied yet: to copy a large view costs as much as many verdicts.
         self._unapplied: list[Event] = []
         # Nodes whose slice matrix a change of this plan replaces.
@@ -193,7 +192,7 @@ class _Trial:
 
     def mark(self) -> tuple[int, int, int, int]:
         self._look()
-        return len(self._given_and_taken), len(self._settings), len(self._joined), len(self._released)
+        return len(self._given_and_taken), len(self._limits), len(self._joined), len(self._released)
 
     def happen(self, event: Event) -> None:
         # A stop takes nothing, and what it gives back counts only once that is free.
@@ -247,9 +246,9 @@ class _Trial:
             del self._released[mark[3] :]
         for given, taken in reversed(self._given_and_taken[mark[0] :]):
             self._exchange(taken, given)
-        del self._given_and_taken[mark[0] :], self._settings[mark[1] :], self._joined[mark[2] :]
+        del self._given_and_taken[mark[0] :], self._limits[mark[1] :], self._joined[mark[2] :]
         if self._state is not self._real:
-            self._state.settings = self._settings[-1]
+            self._state.limits = self._limits[-1]
 
     def disturbed(self, change: PlanChange) -> Refusal | None:
         """Return a refusal if an earlier change of the plan shares the devices: this one is to be judged after it."""
@@ -284,14 +283,10 @@ class _Trial:
             self._state.view.take(claim)
 
     def _use_share(self, job: JobRecord, devices: int) -> None:
-        quotas = self._state.settings.quota_devices
-        owners = self._state.owners(job)
-        limits = {owner: limit for owner in owners if (limit := limit_of(quotas, owner)) is not None}
-        if limits:
+        if self._state.limits:
             self._differ()
-            left = {**quotas, **{owner: max(0, limit - devices) for owner, limit in limits.items()}}
-            self._settings.append(replace(self._state.settings, quota_devices=left))
-            self._state.settings = self._settings[-1]
+            self._limits.append(self._state.limits.less(self._state.owners(job), devices))
+            self._state.limits = self._limits[-1]
 
 
 def _exchange(state: State, event: Event) -> tuple[tuple[Claim, ...], tuple[Claim, ...]]:

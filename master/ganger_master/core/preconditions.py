@@ -9,10 +9,11 @@ from ganger.job_state import JobState
 
 from ganger_master.core import quarantine
 from ganger_master.core.answers import RefusedError
-from ganger_master.core.approval import closed_to_image, find_place, judge_change
+from ganger_master.core.approval import find_place, judge_change
 from ganger_master.core.colocation import has_arenas
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.job_model import JobRecord, SuspendLevel, members_of
+from ganger_master.core.job_rules import closed_to_image
 from ganger_master.core.moves import reason_against
 from ganger_master.core.state import State
 

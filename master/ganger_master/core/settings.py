@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from ganger_master.core.partitions import MOST_GPUS, Partition
+from ganger_master.core.named_tables import MOST_GPUS
+from ganger_master.core.partitions import Partition
 from ganger_master.core.teams import Team
 
 # Of a cluster and of a replay for which no policy is named.
@@ -85,8 +86,7 @@ class CoreSettings:
     spec_bytes_per_user: int = 256 * 1024 * 1024
     # Request ids of finished jobs that are kept no longer: about 60 MB. Beyond these the oldest are forgotten early.
     former_requests_limit: int = 250_000
-    # Devices that an owner (`teams`) may hold at once; "": users that are not named. Absent: no limit. It
-    # has the limits of partitions, too.
+    # Devices that a user may hold at once; "": users that are not named. Absent: no limit.
     quota_devices: Mapping[str, int] = field(default_factory=dict)
     # By name; without any, use gives no job precedence.
     teams: Mapping[str, Team] = field(default_factory=dict)
@@ -109,9 +109,13 @@ class CoreSettings:
 
     @property
     def needs_planner(self) -> bool:
-        """Return whether a planner places all jobs under every policy: only it follows the shares of teams, and the
-        order in each partition."""
-        return bool(self.teams or self.partitions)
+        return needs_planner(self.teams, self.partitions)
+
+
+def needs_planner(teams: Mapping[str, Team], partitions: Mapping[str, Partition]) -> bool:
+    """Return whether a planner places all jobs under every policy: only it follows the shares of teams, and the order
+    in each partition."""
+    return bool(teams or partitions)
 
 
 def quotas_of(value: object) -> dict[str, int]:

@@ -22,6 +22,7 @@ from ganger_master.core.desired_projection import DesiredProjection
 from ganger_master.core.events import Dirty, HistoryRow, StoredChanges, Unstored, cut
 from ganger_master.core.gang_model import Gang, GangIntent, StoredOrder, TimesliceGroup
 from ganger_master.core.job_model import JobRecord, Request
+from ganger_master.core.limits import Owner, limits_of
 from ganger_master.core.node_model import Counters, Node, Reservation
 from ganger_master.core.partitions import PartitionIndex
 from ganger_master.core.plan_changes import CoresCurve
@@ -53,7 +54,8 @@ class State:
         self.settings = settings
         named = policy_named(settings.policy)
         self.policy = named.planned if settings.needs_planner else named
-        self.teams = TeamIndex(settings.teams, settings.quota_devices)
+        self.teams = TeamIndex(settings.teams)
+        self.limits = limits_of(settings.quota_devices, settings.teams, settings.partitions)
         self.partitions = PartitionIndex(settings.partitions)
         self.started = now
         self.jobs = JobIndex()
@@ -97,7 +99,7 @@ class State:
         self._index_queue(old, job)
         if old is not None and (old.spec is not job.spec or old.checkpoint is not job.checkpoint):
             self._renew_job(job.number)
-        if self.settings.quota_devices:
+        if self.limits:
             self._charge(job.number)
         if self.counts_use and (old is None or (old.running_since, old.epoch) != (job.running_since, job.epoch)):
             self.dirty.usage[job.number] = None
@@ -125,7 +127,7 @@ class State:
         dirty.jobs[gang.job] = None
         dirty.news[gang.job] = None
         if old is None:
-            if self.settings.quota_devices:
+            if self.limits:
                 self._charge(gang.job)
             self._place(gang)
             return
@@ -142,7 +144,7 @@ class State:
         gang = self.gangs.forget(epoch, self.nodes)
         if epoch in self.gangs.set_of:
             self.dirty.sets[self.gangs.set_of[epoch]] = None
-        if self.settings.quota_devices:
+        if self.limits:
             self._charge(gang.job)
         self.desired.forget_gang(epoch)
         self.nodes.drained_in_vain.pop(epoch, None)
@@ -197,9 +199,9 @@ class State:
         if job is not None:
             self.jobs.shares.charge(number, self.owners(job), self.charged_for(job))
 
-    def owners(self, job: JobRecord) -> tuple[str, ...]:
+    def owners(self, job: JobRecord) -> tuple[Owner, ...]:
         """Return the owners of limits that a job counts for."""
-        return self.teams.owners(job.user, job.partition.name)
+        return self.limits.owners(job.user, self.teams.of(job.user), job.partition.name)
 
     def _with_terms(self, job: JobRecord) -> JobRecord:
         """Return a job with what follows from its partition now. One that has run keeps the time limit that it has."""

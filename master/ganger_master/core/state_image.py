@@ -231,7 +231,7 @@ def _index(state: State) -> None:
             state.jobs.live[job.number] = None
         if job.is_waiting:
             state.queue.join((*state.policy.key(job), job.number))
-        if state.settings.quota_devices:
+        if state.limits:
             state.jobs.shares.charge(job.number, state.owners(job), state.charged_for(job))
     for number, refusals in state.queue.refusals.items():
         job = state.jobs[number]

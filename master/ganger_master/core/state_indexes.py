@@ -18,8 +18,8 @@ from msgspec.structs import replace
 from ganger_master.core.commands import ObservedGang, ObservedSlices
 from ganger_master.core.gang_model import Gang, TimesliceGroup
 from ganger_master.core.job_model import JobRecord, JobSpec, Request, bytes_of
+from ganger_master.core.limits import Owner
 from ganger_master.core.node_model import Node
-from ganger_master.core.teams import owner_in_words
 from ganger_master.core.usage_model import UserUsage
 
 # Bytes of a job beside its command, environment and parameters.
@@ -92,15 +92,15 @@ class Holdings:
 
 
 class Shares:
-    """Devices by owner (`teams`), of jobs that are charged for them."""
+    """Devices by owner of a limit, of jobs that are charged for them."""
 
     def __init__(self) -> None:
-        self.held: dict[str, int] = {}
+        self.held: dict[Owner, int] = {}
         # By job: its owners and how many it is charged for.
-        self._charged: dict[int, tuple[tuple[str, ...], int]] = {}
-        self._jobs_of: dict[str, set[int]] = {}
+        self._charged: dict[int, tuple[tuple[Owner, ...], int]] = {}
+        self._jobs_of: dict[Owner, set[int]] = {}
 
-    def charge(self, number: int, owners: tuple[str, ...], devices: int) -> None:
+    def charge(self, number: int, owners: tuple[Owner, ...], devices: int) -> None:
         """The job of these owners holds so many from now on; none releases it."""
         former, was = self._charged.pop(number, ((), 0))
         for owner in former:
@@ -118,23 +118,23 @@ class Shares:
         """What a job is charged for."""
         return self._charged.get(number, ((), 0))[1]
 
-    def beside(self, number: int, owner: str) -> int:
+    def beside(self, number: int, owner: Owner) -> int:
         """What the owner's jobs hold, one left out."""
         owners, own = self._charged.get(number, ((), 0))
         return self.held.get(owner, 0) - (own if owner in owners else 0)
 
-    def largest(self, owner: str, most: int, beside: int = 0) -> list[tuple[int, int]]:
+    def largest(self, owner: Owner, most: int, beside: int = 0) -> list[tuple[int, int]]:
         """Return (number, devices) of the owner's jobs that hold most, largest first. `beside`: a job to leave out."""
         numbers = self._jobs_of.get(owner, set()) - {beside}
         return heapq.nsmallest(most, [(number, self.of(number)) for number in numbers], lambda one: (-one[1], one[0]))
 
-    def jobs_of(self, owner: str) -> int:
+    def jobs_of(self, owner: Owner) -> int:
         """Return how many of the owner's jobs hold devices."""
         return len(self._jobs_of.get(owner, ()))
 
-    def _add(self, owner: str, devices: int) -> None:
+    def _add(self, owner: Owner, devices: int) -> None:
         left = self.held.get(owner, 0) + devices
-        assert left >= 0, f"{owner_in_words(owner)} holds {left} devices"
+        assert left >= 0, f"{owner} holds {left} devices"
         if left:
             self.held[owner] = left
         else:

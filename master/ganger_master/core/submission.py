@@ -13,16 +13,16 @@ from typing import Any, Final, NamedTuple
 from ganger.cluster.placement import impossible
 from ganger.cluster.resources import DIMENSIONS, Locality, LocalityLevel
 from ganger.protocol.gang_orders import Mechanism
-from ganger.text import counted, format_cores, format_duration, format_memory
+from ganger.text import format_cores, format_duration, format_memory
 from msgspec.structs import replace
 
 from ganger_master.core import answers, commands, ending, events, reservations
 from ganger_master.core.answers import Refused, RefusedError
 from ganger_master.core.events import Decision
 from ganger_master.core.job_model import JobRecord, JobSpec, Submitted, Update, Updated, bytes_of
+from ganger_master.core.limits import beyond
 from ganger_master.core.preconditions import array_members, find_job, has_ended, unfinished
 from ganger_master.core.state import State
-from ganger_master.core.teams import limit_of, owner_in_words
 
 _TASKS_LIMIT = 10_000
 _COMMAND_LIMIT = 1_000
@@ -80,15 +80,14 @@ def check_room(state: State, spec: JobSpec, user: str, jobs: int = 1) -> None:
     check_partition(state, spec, user)
     check_possible(state, spec)
     # A job beyond the quota of its user or team would never start.
-    for owner in state.teams.owners(user):
-        limit = limit_of(state.settings.quota_devices, owner)
-        if limit is None or spec.gpus <= limit:
-            continue
-        shown = owner_in_words(owner)
-        quota = f"the quota of {shown} is {limit}: ask for {limit} or fewer, or" if limit else f"{shown} may hold none:"
-        text = f"the job needs {counted(spec.gpus, 'GPU')} and {quota} have an operator raise the quota"
-        figures = {"user": user, "needed": str(spec.gpus), "limit": str(limit)}
-        raise RefusedError("QUOTA_EXCEEDED", text, figures | ({} if owner == user else {"team": state.teams.of(user)}))
+    found = beyond(state.limits, state.limits.owners(user, state.teams.of(user)), spec.gpus)
+    if found is not None:
+        owner, refusal = found
+        limit = state.limits.of(owner)
+        fewer = f"ask for {limit} or fewer, or " if limit else ""
+        figures = {"user": user, **{name: str(value) for name, value in refusal.figures.items()}}
+        figures |= {"team": owner.team} if owner.team else {}
+        raise RefusedError("QUOTA_EXCEEDED", f"{refusal.detail}: {fewer}have an operator raise the quota", figures)
 
 
 def check_share(state: State, user: str, jobs: int, size_bytes: int) -> None:

@@ -23,6 +23,8 @@ from ganger_master.core import approval, events, timeslice_groups
 from ganger_master.core.elastic import shape_for
 from ganger_master.core.gang_model import TimesliceGroup
 from ganger_master.core.job_model import SuspendLevel
+from ganger_master.core.job_rules import node_rules, rules
+from ganger_master.core.limits import Owner
 from ganger_master.core.plan_changes import PlanChange, SliceChange
 from ganger_master.core.state import State
 from ganger_master.core.timeslice_groups import (
@@ -82,7 +84,7 @@ def _judge(state: State, changes: Sequence[SliceChange], proposer: str, now: flo
     _check_priorities(members, rows)
     held = _held(state, before, members)
     # Devices that members of this change take, by the owner of a limit: they start together.
-    taken: Counter[str] = Counter()
+    taken: Counter[Owner] = Counter()
     for member in members.values():
         if member.needs_devices:
             _check_start(state, member, held, taken)
@@ -269,14 +271,14 @@ def _held(state: State, before: TimesliceGroup | None, members: Mapping[int, Sli
     return found
 
 
-def _check_start(state: State, member: SlicedMember, held: Mapping[str, Claim], taken: Counter[str]) -> None:
+def _check_start(state: State, member: SlicedMember, held: Mapping[str, Claim], taken: Counter[Owner]) -> None:
     """Check that a member may start or resume; add its devices to those that are `taken`, by the owner of a limit."""
     job = member.job
     shape = shape_for(job, member.claims)
     if isinstance(shape, Refusal):
         raise MatrixRefusedError(job.number, shape)
-    refusals = () if member.is_moving else approval.rules(state, job, shape.gpus, taken)
-    refusals = refusals or approval.node_rules(state, job, member.claims)
+    refusals = () if member.is_moving else rules(state, job, shape.gpus, taken)
+    refusals = refusals or node_rules(state, job, member.claims)
     if not refusals:
         claims = member.claims
         arena = {claim.arena_bytes // claim.device_mask.bit_count() for claim in claims if claim.device_mask}
@@ -285,7 +287,7 @@ def _check_start(state: State, member: SlicedMember, held: Mapping[str, Claim], 
         refusals = fit(state.view, wanted, claims, holding=holding, retune=True)
     if refusals:
         raise MatrixRefusedError(job.number, refusals[0])
-    if state.settings.quota_devices and not member.is_moving:
+    if state.limits and not member.is_moving:
         more = max(0, shape.gpus - state.jobs.shares.of(job.number))
         taken.update(dict.fromkeys(state.owners(job), more))
 

@@ -14,8 +14,9 @@ from msgspec.structs import replace
 
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
+from ganger_master.core.limits import Owner
 from ganger_master.core.state import State
-from ganger_master.core.teams import ALL_OTHER_USERS, NO_TEAM, TeamIndex, limit_of, team_owner
+from ganger_master.core.teams import ALL_OTHER_USERS, NO_TEAM, TeamIndex
 from ganger_master.core.usage_model import DAY_S, UserUsage, decayed_at, gpu_s_since, used_until, with_gpus
 
 _MILLION: Final = 1_000_000
@@ -201,7 +202,7 @@ def report(state: State, usages: Iterable[UserUsage], since: float, now: float) 
     """Return the use of all teams since the beginning of a day; teams first in the order of the settings.
 
     `usages`: the rows of users. `since`: Unix seconds in that day (UTC)."""
-    half_life_s, teams, limits = state.settings.usage_half_life_s, state.teams, state.settings.quota_devices
+    half_life_s, teams, limits = state.settings.usage_half_life_s, state.teams, state.limits
     known = {usage.user: usage for usage in usages}
     whole = sum([decayed_at(usage, now, half_life_s) for usage in known.values()])
     standing_of = {one.team: one for one in standings(teams, known.values(), half_life_s, now)}
@@ -215,11 +216,11 @@ def report(state: State, usages: Iterable[UserUsage], since: float, now: float) 
         usage = known.get(user) or UserUsage(user, now)
         gpu_s = gpu_s_since(used_until(usage, now, half_life_s), day)
         part = decayed_at(usage, now, half_life_s) / whole if whole else 0.0
-        return UserReport(user, gpu_s, part, usage.gpus, limit_of(limits, user))
+        return UserReport(user, gpu_s, part, usage.gpus, limits.of(Owner(user)))
 
     found = []
     for name, users in by_team.items():
         reports = tuple([user_report(user) for user in users])
-        limit, own = None if name == NO_TEAM else limit_of(limits, team_owner(name)), standing_of[name]
+        limit, own = None if name == NO_TEAM else limits.of(Owner(team=name)), standing_of[name]
         found.append(TeamReport(name, teams[name].weight, own.share, own.used, limit, reports))
     return tuple(found)

@@ -402,7 +402,7 @@ def jobs_of(command: Command) -> Iterator[int]:
 def _table_of(state: State) -> LiveTable:
     settings = state.settings
     teams = TeamUse(settings.teams, settings.usage_half_life_s) if settings.teams else None
-    table = LiveTable(quotas=settings.quota_devices, teams=teams)
+    table = LiveTable(limits=state.limits, teams=teams)
     if teams is not None:
         teams.put(state.usage.values())
     for job in state.jobs.values():

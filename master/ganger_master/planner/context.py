@@ -25,6 +25,7 @@ from ganger_master.core.answers import ChangeAnswer
 from ganger_master.core.commands import LINE_LIMIT, KeepPlace
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
+from ganger_master.core.limits import NO_LIMITS, Limits
 from ganger_master.core.node_model import Reservation
 from ganger_master.core.plan_changes import CoresCurve, PlanChange, StartChange, TrialFinding, claims_in
 from ganger_master.core.teams import Team
@@ -151,7 +152,8 @@ class ClusterChange(Struct, frozen=True, gc=False):
     jobs: changed jobs with their gangs, and the signature of each one's series.
     forgotten: numbers of jobs that the master has dropped.
     view: the cluster's nodes; one object as long as `is_whole` is false.
-    quotas, teams, usage_half_life_s: as in `CoreSettings`, quotas as `quota_devices`; read with `is_whole`.
+    limits: on the GPUs of users, teams and partitions. teams, usage_half_life_s: as in `CoreSettings`. All three are
+        read with `is_whole`.
     usage: changed use of users, with teams only.
     draining: names of nodes to be emptied.
     changing: numbers of time-slice groups whose last change some of their nodes have not acknowledged.
@@ -165,7 +167,7 @@ class ClusterChange(Struct, frozen=True, gc=False):
     jobs: Sequence[tuple[JobRecord, Gang | None, int]] = ()
     forgotten: Sequence[int] = ()
     is_whole: bool = False
-    quotas: Mapping[str, int] = {}
+    limits: Limits = NO_LIMITS
     teams: Mapping[str, Team] = {}
     usage_half_life_s: float = 0.0
     usage: Sequence[UserUsage] = ()

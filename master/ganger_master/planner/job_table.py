@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from ganger_master.core.ending import is_backing_off
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.job_model import JobRecord, JobSpec, SuspendLevel
+from ganger_master.core.limits import NO_LIMITS, Limits
 from ganger_master.core.teams import NO_TEAMS
 from ganger_master.planner.device_groups import DeviceGroups, returns_devices, shares_devices
 from ganger_master.policies.fairness import QuotaUse
@@ -46,14 +47,12 @@ class LiveTable:
     """One row per live job. `positions` are rows; a row is reused once its job has ended.
 
     learns: the order reads service indices or expected remaining times.
-    quotas: as `CoreSettings.quota_devices`. A pending job that would exceed a limit of its user or team is left out of
-        the table's views until other jobs of these have returned devices.
+    limits: a pending job that would exceed one is left out of the table's views until other jobs of its user, team or
+        partition have returned devices.
     teams: the teams and their use; None: there are none.
     """
 
-    def __init__(
-        self, learns: bool = True, quotas: Mapping[str, int] = _NO_QUOTAS, teams: TeamUse | None = None
-    ) -> None:
+    def __init__(self, learns: bool = True, limits: Limits = NO_LIMITS, teams: TeamUse | None = None) -> None:
         self.jobs: list[JobRecord | None] = []
         # The gang that a job holds or returns; None while it has none.
         self.gangs: list[Gang | None] = []
@@ -80,7 +79,7 @@ class LiveTable:
         self._groups: DeviceGroups | None = None
         self._unknown = _unknown(_FIRST_ROOM)
         # None: no user has a quota.
-        self.quotas = QuotaUse(quotas, NO_TEAMS if teams is None else teams.index) if quotas else None
+        self.quotas = QuotaUse(limits, NO_TEAMS if teams is None else teams.index) if limits else None
         # None: use gives no job precedence.
         self.teams = teams
         # Whether jobs are in partitions; numbers of the jobs that some nodes are closed to.

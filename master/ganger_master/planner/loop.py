@@ -126,7 +126,7 @@ class PlannerLoop:
         self._is_news = True
         if change.is_whole:
             teams = TeamUse(change.teams, change.usage_half_life_s) if change.teams else None
-            self.table, self._lacks_curves = LiveTable(self.learns, change.quotas, teams), True
+            self.table, self._lacks_curves = LiveTable(self.learns, change.limits, teams), True
         if self._room is None or self._room.view is not change.view:
             self._room = CapacityIndex(change.view)
         table, rates, has_notes = self.table, self._rates, self._refused.has_notes

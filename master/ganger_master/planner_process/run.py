@@ -47,6 +47,7 @@ from ganger_master.rpc.planner_messages import (
     curve_to_wire,
     finding_to_wire,
     kept_place_to_wire,
+    limits_from_wire,
     live_job_from_wire,
     teams_from_wire,
     use_from_wire,
@@ -442,8 +443,7 @@ class ClusterMirror:
         is_whole = first.view.from_version == 0
         if is_whole:
             self._revisions.clear()
-            # Masters that do not send the field have no partitions.
-            self.needs_planner = first.needs_planner or bool(first.teams)
+            self.needs_planner = first.needs_planner
         self._mirror.apply(first.view)
         if first.HasField("reservations"):
             sent = [one for part in parts for one in part.reservations.reservations]
@@ -461,8 +461,8 @@ class ClusterMirror:
             jobs,
             forgotten,
             is_whole=is_whole,
-            quotas=dict(first.quotas),
-            teams=teams_from_wire(first.teams, first.quotas),
+            limits=limits_from_wire(first.limits),
+            teams=teams_from_wire(first.teams),
             usage_half_life_s=times.seconds(first.usage_half_life),
             usage=[use_from_wire(one) for one in first.usage],
             draining=tuple([names.parse_node_name(node) for node in first.draining_nodes]),

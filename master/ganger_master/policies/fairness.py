@@ -9,7 +9,7 @@ Gandiva (OSDI 2018, section 3.3) moves once, to balance load.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
+from ganger_master.core.limits import Limits, Owner
 from ganger_master.core.state_indexes import Shares
-from ganger_master.core.teams import NO_TEAMS, TeamIndex, limit_of, most_per_job
+from ganger_master.core.teams import NO_TEAMS, TeamIndex
 from ganger_master.policies.orders import Capacity, Facts, Floats, Integers, JobOrder, sorted_by
 
 # Shares are rounded to this many decimals, so that rounding errors of sums decide no tie.
@@ -265,18 +266,18 @@ def _is_apart(one: ServiceBalance, host: ServiceBalance) -> bool:
 # More GPUs than any cluster has.
 _ANY_NUMBER: Final = 1 << 60
 # In place of an owner whose jobs share a limit.
-_ALL_TOGETHER: Final = ""
+_ALL_TOGETHER: Final = Owner()
 
 
 class QuotaUse:
-    """Use of the limits of users, teams and partitions. `limits`: as `core.settings.CoreSettings.quota_devices`."""
+    """Use of the limits of users, teams and partitions."""
 
-    def __init__(self, limits: Mapping[str, int], teams: TeamIndex = NO_TEAMS) -> None:
+    def __init__(self, limits: Limits, teams: TeamIndex = NO_TEAMS) -> None:
         self._limits = limits
-        self._teams = teams.with_limits(limits)
+        self._teams = teams
         self._shares = Shares()
         # GPUs of pending jobs by job number, with the owners of their limits: of all that share a limit together.
-        self._asked: dict[str, dict[int, tuple[int, tuple[str, ...]]]] = {}
+        self._asked: dict[Owner, dict[int, tuple[int, tuple[Owner, ...]]]] = {}
         # Numbers of pending jobs that would exceed a limit.
         self.kept_out: set[int] = set()
 
@@ -285,7 +286,7 @@ class QuotaUse:
         it is kept out."""
         number, owners = job.number, self._owners(job)
         # A team's limit concerns the jobs of all its users, and a partition's those of all teams.
-        sharing = _ALL_TOGETHER if self._teams.limits_partitions else owners[-1]
+        sharing = _ALL_TOGETHER if self._limits.are_across_teams else owners[-1]
         asked, before = self._asked.setdefault(sharing, {}), self._free(owners)
         self._shares.charge(number, owners, 0 if gang is None else job.gpus)
         self.kept_out.discard(number)
@@ -301,14 +302,14 @@ class QuotaUse:
     def left(self, job: JobRecord) -> int:
         """Return the GPUs that its limits leave to a job, including those that it has."""
         left = min(self._free(self._owners(job))) + self._shares.of(job.number)
-        most = most_per_job(self._limits, job.partition.name)
+        most = self._limits.of_job(job.partition.name)
         return left if most is None else min(left, most)
 
     @property
     def are_contested(self) -> bool:
         """Return whether under some limit each of several pending jobs could start, but not all of them."""
         for asked in self._asked.values():
-            wanted: dict[str, int] = {}
+            wanted: dict[Owner, int] = {}
             for number, (gpus, owners) in asked.items():
                 for owner in owners if number not in self.kept_out else ():
                     wanted[owner] = wanted.get(owner, 0) + gpus
@@ -318,7 +319,7 @@ class QuotaUse:
 
     def beyond(self, line: Iterable[JobRecord]) -> frozenset[int]:
         """Return the numbers of the pending jobs in `line` that would exceed a limit once those before have started."""
-        free: dict[str, int] = {}
+        free: dict[Owner, int] = {}
         found = []
         for job in line:
             owners = self._owners(job)
@@ -331,15 +332,15 @@ class QuotaUse:
                 free.update({owner: gpus - more for owner, gpus in left.items()})
         return frozenset(found)
 
-    def _owners(self, job: JobRecord) -> tuple[str, ...]:
-        return self._teams.owners(job.user, job.partition.name)
+    def _owners(self, job: JobRecord) -> tuple[Owner, ...]:
+        return self._limits.owners(job.user, self._teams.of(job.user), job.partition.name)
 
-    def _is_beyond(self, number: int, gpus: int, owners: tuple[str, ...]) -> bool:
+    def _is_beyond(self, number: int, gpus: int, owners: tuple[Owner, ...]) -> bool:
         return gpus > min(self._free(owners)) + self._shares.of(number)
 
-    def _free(self, owners: tuple[str, ...]) -> tuple[int, ...]:
+    def _free(self, owners: tuple[Owner, ...]) -> tuple[int, ...]:
         return tuple([self._free_of(owner) for owner in owners])
 
-    def _free_of(self, owner: str) -> int:
-        limit = limit_of(self._limits, owner)
+    def _free_of(self, owner: Owner) -> int:
+        limit = self._limits.of(owner)
         return _ANY_NUMBER if limit is None else limit - self._shares.held.get(owner, 0)

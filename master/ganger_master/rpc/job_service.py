@@ -268,7 +268,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         state, committed = self._writer.state, self._writer.committed
         if number not in committed.jobs:
             return found
-        owner, limit = found.share or ("", None)
+        owner, limit = found.share or (None, None)
         # As for a deadline. Of jobs that have ended all show how long jobs take.
         pairs: Pairs = [
             (one, committed.gangs.get(one.epoch))

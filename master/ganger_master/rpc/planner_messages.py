@@ -24,6 +24,7 @@ from ganger_master.core import commands
 from ganger_master.core.explain import RoomInProgress
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, Piece
 from ganger_master.core.job_model import JobRecord
+from ganger_master.core.limits import Limits, Owner
 from ganger_master.core.partitions import NO_TERMS, PRIORITY_LIMIT, PartitionTerms
 from ganger_master.core.plan_changes import (
     CURVE_POINTS,
@@ -42,7 +43,7 @@ from ganger_master.core.plan_changes import (
     SuspendChange,
     TrialFinding,
 )
-from ganger_master.core.teams import Team, team_owner
+from ganger_master.core.teams import Team
 from ganger_master.core.usage_model import UserUsage
 from ganger_master.rpc import job_messages
 from ganger_master.rpc.job_messages import plain
@@ -60,12 +61,26 @@ def teams_to_wire(teams: Mapping[str, Team]) -> list[usage_pb2.Team]:
     return [usage_pb2.Team(name=name, users=team.users, weight=team.weight) for name, team in teams.items()]
 
 
-def teams_from_wire(messages: Iterable[usage_pb2.Team], limits: Mapping[str, int]) -> dict[str, Team]:
-    """Return teams by name. `limits`: as `CoreSettings.quota_devices`, with those of teams."""
-    return {
-        message.name: Team(tuple(message.users), message.weight, limits.get(team_owner(message.name)))
-        for message in messages
-    }
+def teams_from_wire(messages: Iterable[usage_pb2.Team]) -> dict[str, Team]:
+    """Return teams by name, without their limits."""
+    return {message.name: Team(tuple(message.users), message.weight) for message in messages}
+
+
+def limits_to_wire(limits: Limits) -> list[scheduling_pb2.Limit]:
+    return [
+        *[scheduling_pb2.Limit(**owner._asdict(), gpus=gpus) for owner, gpus in limits.by_owner.items()],
+        *[scheduling_pb2.Limit(partition=name, is_per_job=True, gpus=gpus) for name, gpus in limits.per_job.items()],
+    ]
+
+
+def limits_from_wire(messages: Iterable[scheduling_pb2.Limit]) -> Limits:
+    by_owner, per_job = {}, {}
+    for one in messages:
+        if one.is_per_job:
+            per_job[one.partition] = one.gpus
+        else:
+            by_owner[Owner(one.user if one.HasField("user") else None, one.team, one.partition)] = one.gpus
+    return Limits(by_owner, per_job)
 
 
 def use_to_wire(usage: UserUsage) -> usage_pb2.DecayedUse:

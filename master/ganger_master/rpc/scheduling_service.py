@@ -20,14 +20,14 @@ from msgspec.structs import replace
 
 from ganger_master.core import commands
 from ganger_master.core.answers import Answer, Done, JobAnswer, PlanAnswer, Refused
-from ganger_master.core.approval import may_never_start
 from ganger_master.core.ending import is_backing_off
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
+from ganger_master.core.job_rules import may_never_start
 from ganger_master.core.node_model import Reservation
 from ganger_master.core.plan_changes import SliceChange, StartChange, claims_in
 from ganger_master.core.queue import GrantedLease
-from ganger_master.core.settings import CoreSettings
+from ganger_master.core.state import State
 from ganger_master.core.usage_model import UserUsage
 from ganger_master.rpc import job_messages
 from ganger_master.rpc.access import UserLimits, check_jobs
@@ -41,7 +41,13 @@ from ganger_master.rpc.answer_messages import (
 )
 from ganger_master.rpc.job_service import STREAM_S
 from ganger_master.rpc.node_selection_messages import reservation_to_wire
-from ganger_master.rpc.planner_messages import live_job_to_wire, plan_from_wire, teams_to_wire, use_to_wire
+from ganger_master.rpc.planner_messages import (
+    limits_to_wire,
+    live_job_to_wire,
+    plan_from_wire,
+    teams_to_wire,
+    use_to_wire,
+)
 from ganger_master.runtime.publication import ProgressBoard, comes
 from ganger_master.runtime.writer import Writer
 
@@ -159,7 +165,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                     usage=[use_to_wire(one) for one in used],
                 )
                 if not sent:
-                    _add_limits(settings, delta)
+                    _add_limits(self._writer.state, delta)
                 changed: tuple[Reservation, ...] = ()
                 if not sent or reserved != tuple(committed.reservations.values()):
                     changed = reserved = tuple(committed.reservations.values())
@@ -402,9 +408,10 @@ def _live_job(job: JobRecord, gang: Gang | None) -> scheduling_pb2.LiveJob:
     return message
 
 
-def _add_limits(settings: CoreSettings, delta: scheduling_pb2.ClusterDelta) -> None:
+def _add_limits(state: State, delta: scheduling_pb2.ClusterDelta) -> None:
     """Put the limits, and the teams with what their shares follow from, into a delta with the whole view."""
-    delta.quotas.update(settings.quota_devices)
+    settings = state.settings
+    delta.limits.extend(limits_to_wire(state.limits))
     delta.teams.extend(teams_to_wire(settings.teams))
     delta.needs_planner = settings.needs_planner
     delta.usage_half_life.CopyFrom(times.duration(settings.usage_half_life_s))

@@ -19,12 +19,13 @@ from msgspec import structs
 from ganger_master.core import answers
 from ganger_master.core.commands import Command, RequestGang
 from ganger_master.core.job_model import JobSpec
+from ganger_master.core.limits import ANY_USER, Owner, by_user, limits_of
 from ganger_master.core.partitions import NO_PARTITIONS, PartitionIndex
 from ganger_master.core.placement_leases import ASIDE
 from ganger_master.core.queue import GrantedLease as Lease
 from ganger_master.core.state import State
 from ganger_master.core.submission import violations_of
-from ganger_master.core.teams import ALL_OTHER_USERS, ANY_USER, Team, TeamIndex, limit_of, limits_of
+from ganger_master.core.teams import ALL_OTHER_USERS, Team, TeamIndex
 from ganger_master.simulator.traces.rows import RowFinding, RowFindingCounts, RowFindingKind
 from ganger_master.simulator.traces.servers import ServerGroup, Servers
 from ganger_master.simulator.traces.workload import Labels, Workload
@@ -156,12 +157,12 @@ def within_quotas(
 ) -> tuple[Workload, tuple[RowFinding, ...]]:
     """Return the jobs whose gang fits the quotas of their user and team, and findings on skipped jobs and jobs without
     a user."""
-    users, limits, index = users_of(jobs), limits_of(quotas, teams), TeamIndex(teams)
+    users, limits, index = users_of(jobs), limits_of(by_user(quotas), teams), TeamIndex(teams)
     tally, kept = RowFindingCounts(), np.ones(len(jobs), bool)
     # Of each job its user's limit, then its team's.
     for place, whose in enumerate(("user's", "team's")):
-        owners = [index.owners(user)[place : place + 1] for user in users]
-        bounds = [limit_of(limits, one[0]) if one else None for one in owners]
+        owners = [limits.owners(user, index.of(user))[place : place + 1] for user in users]
+        bounds = [limits.of(one[0]) if one else None for one in owners]
         limit = np.array([np.inf if bound is None else bound for bound in bounds], float)
         skipped = kept & ~np.asarray(jobs.gpus <= limit)
         for bound in np.unique(limit[skipped]).tolist():
@@ -169,7 +170,7 @@ def within_quotas(
             tally.note(RowFindingKind.SKIPPED, what, jobs.lines[skipped & (limit == bound)])
         kept &= ~skipped
     without_user = kept & (np.array(users, object) == "")
-    any_user = limits.get(ANY_USER)
+    any_user = limits.of(Owner(ANY_USER))
     shared = "no quota bounds it" if any_user is None else f"all such jobs together have {ALL_OTHER_USERS}={any_user}"
     tally.note(RowFindingKind.CHANGED, f"names no user: {shared}", jobs.lines[without_user])
     return jobs if kept.all() else jobs.take(kept), tally.findings()

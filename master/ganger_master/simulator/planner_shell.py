@@ -86,7 +86,7 @@ class Planning:
                 ClusterChange(
                     self._state.view,
                     is_whole=True,
-                    quotas=settings.quota_devices,
+                    limits=self._state.limits,
                     teams=settings.teams,
                     usage_half_life_s=settings.usage_half_life_s,
                 ),

@@ -15,9 +15,9 @@ from ganger_master.core import colocation, commands, machine, timeslice_admissio
 from ganger_master.core.answers import Refused
 from ganger_master.core.commands import Command
 from ganger_master.core.gang_model import Gang
+from ganger_master.core.limits import by_user
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
-from ganger_master.core.teams import limits_of
 from ganger_master.planner.plan_pace import rounds_until
 from ganger_master.policies import (
     Colocate,
@@ -118,7 +118,7 @@ def _core_settings(policy: str, options: ReplayOptions, jobs: int) -> CoreSettin
         # No client reads ended jobs.
         request_kept_s=0.0,
         finished_jobs_limit=1_000,
-        quota_devices=limits_of(options.quotas, options.teams, options.partitions),
+        quota_devices=by_user(options.quotas),
         teams=options.teams,
         partitions=options.partitions,
         usage_half_life_s=options.usage_half_life_s,
@@ -369,7 +369,7 @@ class _Replay:
         if effects.turns:
             self.turns.take(effects.turns, now)
         wake = effects.wake_at
-        if self.settings.quota_devices:
+        if self.state.limits:
             wake = self.turns.wake_at(wake)
         # A wake-up at `_NEVER_S` need not be scheduled.
         if wake is not None and wake < _NEVER_S:

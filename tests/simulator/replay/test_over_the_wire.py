@@ -15,7 +15,7 @@ from ganger_master.core.teams import Team
 from ganger_master.planner.context import ClusterChange, Plan, PlanVerdict, ProgressReports
 from ganger_master.planner.loop import PlannerLoop
 from ganger_master.planner_process.run import ClusterMirror
-from ganger_master.rpc.planner_messages import live_job_to_wire, teams_to_wire, use_to_wire
+from ganger_master.rpc.planner_messages import limits_to_wire, live_job_to_wire, teams_to_wire, use_to_wire
 from ganger_master.simulator import planner_shell
 from ganger_master.simulator.inputs import ReplayOptions, SwitchCosts
 from ganger_master.simulator.run import simulate
@@ -64,7 +64,7 @@ class WatchedLoop(PlannerLoop):
             changing_node_sets=[names.node_set_name(number) for number in change.changing],
             quantum=None if change.quantum_s is None else times.duration(change.quantum_s),
             migrations_per_hour=change.moves_per_hour,
-            quotas=change.quotas,
+            limits=limits_to_wire(change.limits),
             teams=teams_to_wire(change.teams),
             usage_half_life=times.duration(change.usage_half_life_s),
             usage=[use_to_wire(one) for one in change.usage],

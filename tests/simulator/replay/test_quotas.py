@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from ganger_master.core.teams import limits_of
+from ganger_master.core.limits import by_user
 from ganger_master.policies import NAMES, Tune, policy_named
 from ganger_master.simulator.inputs import FREE, ReplayOptions, SwitchCosts
 from ganger_master.simulator.report.outcomes import Outcomes
@@ -38,7 +38,7 @@ class Bounded(Watched):
         self, jobs: Workload, policy: str, options: ReplayOptions, quotas: Mapping[str, int], servers: Servers = SERVERS
     ) -> None:
         self.most: Counter[str] = Counter()
-        self.limits = limits_of(quotas, {})
+        self.limits = by_user(quotas)
         super().__init__(jobs, servers, policy, replace(options, quotas=quotas))
 
     def _finish(self) -> None:
