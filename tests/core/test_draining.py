@@ -36,7 +36,7 @@ def told(drive: Drive, number: int) -> list[tuple[Reason, str]]:
 
 
 def leaves(what: str) -> str:
-    return f"it is to leave nodes/n1, which is being drained: {what}"
+    return f"its node n1 is drained (new fan): {what}"
 
 
 def test_a_job_without_room_elsewhere_reports_what_it_lacks_there() -> None:

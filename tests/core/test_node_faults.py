@@ -8,7 +8,7 @@ from ganger.job_state import JobState
 from ganger_master.core.commands import CordonNode, DrainNode, Observe, ProposePlan, ReserveNodes, UncordonNode
 from ganger_master.core.explain import explain
 from ganger_master.core.gang_model import ObservedPhase, Outcome, OutcomeKind
-from ganger_master.core.node_faults import faults_of, service_reason
+from ganger_master.core.node_faults import faults_of, leave_cause, service_reason
 from ganger_master.core.node_model import NodeState, Reservation
 from ganger_master.core.plan_changes import StartChange
 from ganger_master.core.settings import CoreSettings
@@ -208,10 +208,27 @@ def test_why_names_the_device_that_a_job_cannot_leave() -> None:
     drive.start(number)
     reports(drive, "n1", {}, dict.fromkeys(range(4), "XID 64: row remapping failed"), ObservedPhase.STARTING)
     (blocker,) = explain(drive.state, number, drive.now).blockers
-    assert blocker.message == (
-        "it is to leave device 0 of nodes/n1, which is out of service (XID 64: row remapping failed): it goes once it "
-        "steps"
-    )
+    cause = "device 0 of its node n1 is out of service (XID 64: row remapping failed)"
+    assert blocker.message == f"{cause}: it goes once it steps"
+
+
+def test_why_of_a_job_on_an_unhealthy_or_a_reserved_node_says_which_and_not_that_it_is_drained() -> None:
+    drive = Drive()
+    number = drive.submit(job_of(1))
+    drive.start(number)
+    node, gang = drive.state.nodes["n1"], drive.state.gangs[drive.job(number).epoch]
+    causes = [
+        leave_cause(replace(node, faults=CHECK), gang),
+        leave_cause(replace(node, reservation="upgrade"), gang),
+        leave_cause(replace(node, draining=True, state_reason="new fan", faults=CHECK), gang),
+        leave_cause(node, gang),
+    ]
+    assert [cause and cause.text for cause in causes] == [
+        f"its node n1 is unhealthy ({CHECK['health_check']})",
+        "its node n1 is reserved (upgrade)",
+        "its node n1 is drained (new fan)",
+        None,
+    ]
 
 
 def fails_to_launch(drive: Drive, number: int, node: str) -> None:

@@ -14,7 +14,7 @@ from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Claim
 from ganger.protocol.gang_orders import Mechanism
 from ganger_master.core.answers import Done, Refused, Rejected
-from ganger_master.core.approval import find_place, has_place, kept_places_of
+from ganger_master.core.approval import find_place, has_place
 from ganger_master.core.commands import (
     DeleteReservation,
     KeepPlace,
@@ -28,6 +28,7 @@ from ganger_master.core.commands import (
 from ganger_master.core.explain import explain
 from ganger_master.core.gang_model import GangPhase, ObservedPhase
 from ganger_master.core.job_model import Agent, Capabilities, JobRecord, JobSpec, SuspendLevel, Update
+from ganger_master.core.kept_places import kept_places_of
 from ganger_master.core.machine import next_wake
 from ganger_master.core.node_faults import service_reason
 from ganger_master.core.node_model import NodeState, Reservation

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -35,7 +35,7 @@ from ganger_master.core.commands import Tick
 from ganger_master.core.events import JobSuspended, MoveBegun, NodeAnswered, NodeLost
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.job_model import JobRecord, SuspendLevel
-from ganger_master.core.node_faults import faults_under
+from ganger_master.core.node_faults import LeaveCause, LeaveReason, leave_cause
 from ganger_master.core.node_model import Node
 from ganger_master.core.plan_changes import Goal, Purpose
 from ganger_master.core.settings import CoreSettings
@@ -222,31 +222,23 @@ def follow_drains(state: State, now: float) -> None:
     for name in (*state.nodes.draining, *reserved, *sorted(state.nodes.faulty)):
         for epoch in list(state.gangs.places_on.get(name, ())):
             gang = state.gangs.get(epoch)
-            if gang is not None and _has_to_leave(state, state.nodes[name], gang):
+            if gang is not None and _what_it_leaves(state, gang, [name]) is not None:
                 _empty(state, state.jobs[gang.job], gang, now, state.nodes[name])
             if state.dirty.jobs:
                 return
 
 
-def _has_to_leave(state: State, node: Node, gang: Gang) -> bool:
-    """Return whether a gang has to leave a node."""
-    if node.draining or node.faults or faults_under(node, gang):
-        return True
-    return bool(node.reservation) and not reservations.may_stay(state, state.jobs[gang.job], node.reservation)
-
-
-def _what_it_leaves(state: State, gang: Gang) -> str:
-    """Return the node or the device that a gang is to leave, as text; empty for none."""
-    for name in gang.nodes:
+def _what_it_leaves(state: State, gang: Gang, names: Iterable[str]) -> LeaveCause | None:
+    """Return why a gang has to leave the first of these nodes that it has to leave; None if it may stay on all."""
+    for name in names:
         node = state.nodes.get(name)
-        if node is None or not _has_to_leave(state, node, gang):
+        cause = None if node is None else leave_cause(node, gang)
+        if cause is None:
             continue
-        if node.draining or node.faults:
-            return f"nodes/{name}, which is being drained"
-        if faults := faults_under(node, gang):
-            return f"device {faults[0]} of nodes/{name}, which is out of service ({node.device_faults[faults[0]]})"
-        return f"nodes/{name}, which is reserved ({node.reservation})"
-    return ""
+        if cause.reason is LeaveReason.RESERVED and reservations.may_stay(state, state.jobs[gang.job], cause.detail):
+            continue
+        return cause
+    return None
 
 
 def held_up(state: State, job: JobRecord, now: float) -> tuple[Refusal, ...]:
@@ -255,12 +247,12 @@ def held_up(state: State, job: JobRecord, now: float) -> tuple[Refusal, ...]:
 
     Empty for a job that is moving away, and for one that is on neither."""
     gang = state.gangs.get(job.epoch)
-    left = _what_it_leaves(state, gang) if gang is not None else ""
-    if gang is None or not left or job.next_epoch or job.ending is not None:
+    cause = None if gang is None else _what_it_leaves(state, gang, gang.nodes)
+    if gang is None or cause is None or job.next_epoch or job.ending is not None:
         return ()
 
     def waits(text: str) -> Refusal:
-        return Refusal(Reason.NODE_UNAVAILABLE, detail=f"it is to leave {left}: {text}")
+        return Refusal(Reason.NODE_UNAVAILABLE, detail=f"{cause.text}: {text}")
 
     if gang.park_level is SuspendLevel.CHECKPOINT or (
         gang.intent is GangIntent.PARK and gang.phase is GangPhase.STOPPING

@@ -4,6 +4,7 @@ the fault is gone. What an operator has marked stands beside it."""
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Final
 
 from msgspec import Struct
@@ -55,27 +56,60 @@ def faults_under(node: Node, gang: Gang) -> list[int]:
     return [device for device in node.device_faults if mask >> device & 1]
 
 
+class LeaveReason(IntEnum):
+    """Why a gang is to leave a node, the first one that holds: an operator drains it, it is at fault, a device of the
+    gang there is at fault, or it is reserved."""
+
+    DRAINED = 0
+    UNHEALTHY = 1
+    DEVICE_FAULT = 2
+    RESERVED = 3
+
+
+class LeaveCause(Struct, frozen=True, order=True, gc=False):
+    """What a gang is to leave: a node, or its device `device`. `detail`: the operator's reason, the fault or the
+    reservation's name."""
+
+    reason: LeaveReason
+    node: str
+    detail: str
+    device: int = 0
+
+    @property
+    def text(self) -> str:
+        """ "its node n1 is drained (new fan)"."""
+        device = f"device {self.device} of " if self.reason is LeaveReason.DEVICE_FAULT else ""
+        return f"{device}its node {self.node} is {_LEFT[self.reason]}" + (f" ({self.detail})" if self.detail else "")
+
+
+_LEFT: Final = {
+    LeaveReason.DRAINED: "drained",
+    LeaveReason.UNHEALTHY: "unhealthy",
+    LeaveReason.DEVICE_FAULT: "out of service",
+    LeaveReason.RESERVED: "reserved",
+}
+
+
+def leave_cause(node: Node, gang: Gang) -> LeaveCause | None:
+    """Return why a gang is to leave a node; None if it may stay. A reservation's users may stay nevertheless."""
+    if node.draining:
+        return LeaveCause(LeaveReason.DRAINED, node.name, node.state_reason)
+    if node.faults:
+        return LeaveCause(LeaveReason.UNHEALTHY, node.name, "; ".join(node.faults.values()))
+    if faults := faults_under(node, gang):
+        return LeaveCause(LeaveReason.DEVICE_FAULT, node.name, node.device_faults[faults[0]], faults[0])
+    return LeaveCause(LeaveReason.RESERVED, node.name, node.reservation) if node.reservation else None
+
+
 def emptying_figures(state: State, gang: Gang, purpose: Purpose) -> dict[str, str]:
     """Return the figures of a change for the history; for one that empties a node with the cause: "its node n1 is
     drained (new fan)"."""
-    why = _why_it_leaves(state, gang) if purpose.goal is Goal.DRAIN else ""
-    return {**purpose.figures, "why": why} if why else purpose.figures
-
-
-def _why_it_leaves(state: State, gang: Gang) -> str:
-    for name in gang.nodes:
-        node = state.nodes.get(name)
-        if node is None:
-            continue
-        if node.draining:
-            return f"its node {name} is drained" + (f" ({node.state_reason})" if node.state_reason else "")
-        if node.faults:
-            return f"its node {name} is unhealthy ({'; '.join(node.faults.values())})"
-        if faults := faults_under(node, gang):
-            return f"device {faults[0]} of its node {name} is out of service ({node.device_faults[faults[0]]})"
-        if node.reservation:
-            return f"its node {name} is reserved ({node.reservation})"
-    return ""
+    known = [node for name in gang.nodes if (node := state.nodes.get(name)) is not None]
+    causes = [cause for node in known if (cause := leave_cause(node, gang)) is not None]
+    if purpose.goal is not Goal.DRAIN or not causes:
+        return purpose.figures
+    # A reservation comes last: the job may be one that could stay.
+    return {**purpose.figures, "why": min(causes).text}
 
 
 def cordon(state: State, name: str, reason: str, now: float, cause: str) -> None:
