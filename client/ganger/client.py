@@ -119,6 +119,14 @@ class Client:
         check_size(message, "/ganger.v1.JobService/CreateArray", "put large parameters into files")
         return self._submitted(self._jobs.CreateArray, message)
 
+    def validate(self, submission: job_pb2.JobSpec | api.CreateArrayRequest) -> job_pb2.Job:
+        """Return the job, or each member of the array, as it would be accepted; nothing is. Raises as a submission."""
+        if isinstance(submission, job_pb2.JobSpec):
+            request = api.ValidateSubmissionRequest(job=api.CreateJobRequest(spec=submission))
+        else:
+            request = api.ValidateSubmissionRequest(array=submission)
+        return self._call(self._jobs.ValidateSubmission, request)
+
     def get_array(self, array: str | int) -> array_pb2.Array:
         """Return an array by 7, "7" or "arrays/7". Raises ArrayNotFound."""
         return self._call(self._jobs.GetArray, api.GetArrayRequest(name=array_name_from_text(array)))

@@ -14,7 +14,7 @@ from ganger.cli import job_table, logs
 from ganger.cli.main import run
 from ganger.console import aligned, fitted
 from ganger.spec import KEYS
-from ganger.v1 import job_pb2, node_pb2, resources_pb2
+from ganger.v1 import job_pb2, job_service_pb2, node_pb2, resources_pb2
 from ganger.wire import errors, times
 from kit.canned import Call, CannedMaster, add_members, running_job
 
@@ -133,8 +133,7 @@ def test_a_dry_run_submits_nothing(call: Call, master: CannedMaster, capsys: Out
         "grace": "1m",
     }
     assert shown.keys() <= KEYS
-    asked = {node_pb2.ListNodesRequest, node_pb2.ListPartitionsRequest}
-    assert {type(request) for request in master.requests} == asked
+    assert {type(request) for request in master.requests} == {job_service_pb2.ValidateSubmissionRequest}
 
 
 def test_a_dry_run_of_an_array_shows_its_members(call: Call, capsys: Output) -> None:
@@ -146,23 +145,17 @@ def test_a_dry_run_of_an_array_shows_its_members(call: Call, capsys: Output) -> 
     )
 
 
-def test_a_dry_run_of_what_no_node_could_run_is_refused_where_a_master_answers(
+def test_a_dry_run_is_refused_as_the_submission_would_be_and_needs_no_master(
     call: Call, master: CannedMaster, capsys: Output, tmp_path: Path
 ) -> None:
-    impossible = ("submit", "--dry-run", "--gpus", "5000", "--", "x")
-    assert call(*impossible) == 0, "no node has ever joined"
-    set_ = resources_pb2.ConfigurationSet(
-        name="v4", devices=4, sockets=[resources_pb2.Socket(millicores=8_000)], memory_bytes=1 << 30
-    )
-    row = node_pb2.NodeState(node="nodes/n1", configuration_set="v4", free_mask=0, free_millicores=[0])
-    node = node_pb2.Node(name="nodes/n1", configuration_set="v4", view_entry=row, device_faults={3: "broken"})
-    master.nodes = node_pb2.ListNodesResponse(nodes=[node], configuration_sets=[set_])
-    capsys.readouterr()
-    assert call(*impossible) == 4
+    words = ("submit", "--dry-run", "--gpus", "5000", "--", "x")
+    master.failing = errors.GangImpossible("the largest that fits has 3 devices")
+    assert call(*words) == 4
     assert "the largest that fits has 3 devices" in capsys.readouterr().err
-    assert call("submit", "--dry-run", "--gpus", "3", "--", "x") == 0
-    assert run(["--master", str(tmp_path / "none"), *impossible]) == 0
-    assert run(["--master", "127.0.0.1:1", *impossible]) == 0
+    assert run(["--master", str(tmp_path / "none"), *words]) == 0
+    assert capsys.readouterr().err == "note: only the description is checked, as no master answers\n"
+    assert run(["--master", "127.0.0.1:1", *words]) == 0
+    assert master.jobs == {}
 
 
 def test_the_masters_violations_are_shown_with_their_paths(call: Call, master: CannedMaster, capsys: Output) -> None:

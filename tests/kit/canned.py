@@ -104,6 +104,17 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
         self.jobs[name] = job_pb2.Job(name=name, state=job_pb2.Job.STATE_PENDING, spec=request.spec, revision=1)
         return self.jobs[name]
 
+    async def ValidateSubmission(self, request: Any, context: Any) -> job_pb2.Job:
+        self._taken(request)
+        spec = job_pb2.JobSpec()
+        spec.CopyFrom(request.job.spec if request.HasField("job") else request.array.spec)
+        spec.partition = spec.partition or next((one.name for one in self.partitions.partitions if one.is_default), "")
+        if not spec.HasField("time_limit"):
+            for one in self.partitions.partitions:
+                if one.name == spec.partition and one.HasField("time_limit"):
+                    spec.time_limit.CopyFrom(one.time_limit)
+        return job_pb2.Job(spec=spec)
+
     async def CreateArray(self, request: Any, context: Any) -> array_pb2.Array:
         self._taken(request)
         return array_pb2.Array(name="arrays/1", size=len(request.members))

@@ -46,6 +46,7 @@ def test_what_callers_change_and_are_refused_is_recorded_and_what_they_read_is_n
         )
         job = (await ann.submit()).name
         await ann.jobs.GetJob(job_service_pb2.GetJobRequest(name=job))
+        await tried(ann.jobs.ValidateSubmission(job_service_pb2.ValidateSubmissionRequest()))
         await tried(bob.jobs.CancelJob(job_service_pb2.CancelJobRequest(name=job)))
         await tried(bob.nodes.DrainNode(node_pb2.DrainNodeRequest(name="nodes/n1")))
         await tried(bob.jobs.ReadLog(job_service_pb2.ReadLogRequest(name=job)))

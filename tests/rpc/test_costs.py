@@ -218,6 +218,9 @@ WORST: dict[str, Callable[[], list[Any]]] = {
     f"/{_JOBS}/ListEvents": lambda: [_S.ListEventsRequest(page_size=1_000), _S.ListEventsRequest(subject=_LONG)],
     f"/{_JOBS}/GetUsage": lambda: [usage_pb2.GetUsageRequest()],
     f"/{_JOBS}/CreateArray": worst_arrays,
+    f"/{_JOBS}/ValidateSubmission": lambda: [
+        _S.ValidateSubmissionRequest(array=one) for one in worst_arrays() if not isinstance(one, bytes)
+    ],
     f"/{_JOBS}/GetArray": lambda: [_S.GetArrayRequest(name="arrays/5")],
     f"/{_JOBS}/ListArrays": lambda: [_S.ListArraysRequest(page_size=1_000)],
     f"/{_JOBS}/UpdateArray": lambda: [

@@ -98,6 +98,7 @@ DESCRIPTORS = {
 # Columns as in IDENTITIES.
 TABLE = """
 /ganger.v1.JobService/CreateJob              ---VT++++RRRRR
+/ganger.v1.JobService/ValidateSubmission     ---VT++++RRRRR
 /ganger.v1.JobService/GetJob                 ---VT++++RR++R
 /ganger.v1.JobService/ListJobs               ---VT++++RR++R
 /ganger.v1.JobService/WatchJob               ---VT++++RR++R

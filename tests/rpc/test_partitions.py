@@ -8,7 +8,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from ganger.v1 import job_pb2, job_service_pb2, node_pb2, scheduling_pb2
+from ganger.v1 import array_pb2, job_pb2, job_service_pb2, node_pb2, scheduling_pb2
 from ganger.wire import times
 from ganger.wire.errors import from_rpc_error
 from ganger_master.core.partitions import Partition
@@ -28,6 +28,9 @@ def spec_in(partition: str, gpus: int = 1, time_s: float = 0.0) -> job_pb2.JobSp
     return spec
 
 
+dry_run = job_service_pb2.ValidateSubmissionRequest
+
+
 @pytest.mark.parametrize(
     ("spec", "code", "reason"),
     [
@@ -43,11 +46,37 @@ def test_a_submission_that_its_partition_forbids_is_refused(
     async def story() -> None:
         async with serving(tmp_path, partitions=PARTITIONS) as served:
             await Speaker(served, "n1").join()
-            with pytest.raises(grpc.RpcError) as refused:
-                await served.submit(spec)
-            found = from_rpc_error(refused.value)
-            assert (refused.value.code(), found.reason) == (code, reason)
-            assert found.metadata["partition"] == (spec.partition or "batch")
+            job = job_service_pb2.CreateJobRequest(spec=spec)
+            for call in (served.jobs.CreateJob(job), served.jobs.ValidateSubmission(dry_run(job=job))):
+                with pytest.raises(grpc.RpcError) as refused:
+                    await call
+                found = from_rpc_error(refused.value)
+                assert (refused.value.code(), found.reason) == (code, reason)
+                assert found.metadata["partition"] == (spec.partition or "batch")
+
+    asyncio.run(story())
+
+
+def test_a_submission_is_validated_by_the_rules_of_a_real_one_and_nothing_is_accepted(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with serving(tmp_path, partitions=PARTITIONS, quotas={"*": 1}) as served:
+            await Speaker(served, "n1").join()
+            job = await served.jobs.ValidateSubmission(dry_run(job=job_service_pb2.CreateJobRequest(spec=spec_of(1))))
+            assert (job.name, job.spec.partition, times.seconds(job.spec.time_limit)) == ("", "batch", 3_600.0)
+            members = [array_pb2.ArrayMember(index=index) for index in range(2)]
+            array = job_service_pb2.CreateArrayRequest(spec=spec_of(1), members=members)
+            assert (await served.jobs.ValidateSubmission(dry_run(array=array))).spec.partition == "batch"
+            beyond = job_service_pb2.CreateJobRequest(spec=spec_of(2))
+            wrong = job_service_pb2.CreateArrayRequest(spec=spec_of(1), members=[*members, *members])
+            for request, reason in (
+                (dry_run(job=beyond), "QUOTA_EXCEEDED"),
+                (dry_run(array=wrong), "SPEC_INVALID"),
+                (dry_run(), "REQUEST_INVALID"),
+            ):
+                with pytest.raises(grpc.RpcError) as refused:
+                    await served.jobs.ValidateSubmission(request)
+                assert from_rpc_error(refused.value).reason == reason
+            assert served.master.writer.state.jobs == {}
 
     asyncio.run(story())
 

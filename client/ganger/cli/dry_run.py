@@ -1,23 +1,20 @@
-"""`ganger submit --dry-run`: what would be submitted, by the keys of a job file, and whether it could ever run."""
+"""`ganger submit --dry-run`: what would be submitted, by the keys of a job file, as a master would accept it."""
 
 from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Final
+
+from grpc import StatusCode
 
 from ganger.cli import job_table
 from ganger.cli.job_details import role_text
-from ganger.console import CommandError, ExitCode, enum_text, print_json, print_pairs
+from ganger.console import enum_text, print_json, print_pairs
 from ganger.text import counted, format_duration, format_memory
 from ganger.v1.job_pb2 import JobSpec, Mechanism
 from ganger.v1.job_service_pb2 import CreateArrayRequest
 from ganger.wire import times
-
-if TYPE_CHECKING:
-    from ganger.v1.node_pb2 import ListNodesResponse, Partition
 
 # Of the members of an array.
 _SHOWN = 3
@@ -25,12 +22,10 @@ _SHOWN = 3
 
 def print_dry_run(found: JobSpec | CreateArrayRequest, as_json: bool) -> None:
     """Print a job or an array in place of submitting it; where a master answers, with the partition and the time limit
-    that it would get. What is not checked goes to stderr. Raises GangImpossible or CommandError where the submission
-    would be refused."""
+    that it would get. Raises ApiError where the submission would be refused."""
     spec = found if isinstance(found, JobSpec) else found.spec
-    is_checked = _check_with_master(spec)
-    unchecked = "quotas, and whether the user may use the partition" if is_checked else "all but the description"
-    print(f"note: not checked: {unchecked}{'' if is_checked else ', as no master answers'}", file=sys.stderr)
+    if unchecked := _settle(found, spec):
+        print(f"note: only the description is checked, as {unchecked}", file=sys.stderr)
     if as_json:
         print_json(found)
         return
@@ -93,71 +88,23 @@ def _time(message: object, field: str) -> str:
     return format_duration(times.seconds(getattr(message, field))) if is_set else ""
 
 
-def _check_with_master(spec: JobSpec) -> bool:
-    """Put the partition and the time limit that the job would get into its spec. Return whether a master answered.
-
-    Raises CommandError if its partition is not there or is too small, and GangImpossible, in the words of the master,
-    if no node of its cluster could ever run the job."""
+def _settle(found: JobSpec | CreateArrayRequest, spec: JobSpec) -> str:
+    """Have the master judge the submission, and put the partition and the time limit that the job would get into its
+    spec. Return why that was not possible; empty if it was. Raises ApiError if the submission would be refused."""
     from ganger.cli.options import open_client
     from ganger.wire.endpoints import EndpointError
-    from ganger.wire.errors import ApiError, GangImpossible
+    from ganger.wire.errors import ApiError, DeadlineExceeded, NotReady, Unreachable
 
     with ExitStack() as stack:
         try:
-            client = stack.enter_context(open_client())
-            nodes, partitions = client.list_nodes(), client.list_partitions()
-        except (ApiError, EndpointError):
-            return False
-    _settle_partition(spec, partitions)
-    if refusal := _impossible(nodes, spec):
-        raise GangImpossible(refusal)
-    return True
-
-
-def _settle_partition(spec: JobSpec, partitions: Sequence[Partition]) -> None:
-    """Put the partition of a job, and its time limit, into the spec. Raises CommandError if it may not be there."""
-    from ganger.cli.nodes import check_partition
-
-    if spec.partition:
-        check_partition(spec.partition, partitions)
-    chosen = next(
-        (one for one in partitions if one.name == spec.partition or (not spec.partition and one.is_default)), None
-    )
-    if chosen is None:
-        return
-    spec.partition, needed = chosen.name, job_table.gpus(spec)
-    if chosen.HasField("time_limit"):
-        longest = times.seconds(chosen.time_limit)
-        if spec.HasField("time_limit") and times.seconds(spec.time_limit) > longest:
-            given = format_duration(times.seconds(spec.time_limit))
-            text = f"its time limit is {given}, and partition {chosen.name!r} allows {format_duration(longest)}"
-            raise CommandError(text, ExitCode.REFUSED)
-        if not spec.HasField("time_limit"):
-            spec.time_limit.CopyFrom(chosen.time_limit)
-    for field, whose in _LIMITS:
-        if chosen.HasField(field) and needed > (limit := getattr(chosen, field)):  # type: ignore[arg-type]
-            text = f"partition {chosen.name!r} allows {whose} {counted(limit, 'GPU')} ({needed} needed)"
-            raise CommandError(text, ExitCode.REFUSED)
-
-
-_LIMITS: Final = (
-    ("gpus_per_job_limit", "a job"),
-    ("gpus_per_user_limit", "a user"),
-    ("gpus_limit", "all its jobs together"),
-)
-
-
-def _impossible(nodes: ListNodesResponse, spec: JobSpec) -> str:
-    """Return why no gang of the job could ever run on these nodes; empty if one could."""
-    from ganger.cluster.placement import impossible
-    from ganger.cluster.view import View
-    from ganger.wire import resource_messages as convert
-
-    view = View(map(convert.configuration_set_from_wire, nodes.configuration_sets))
-    for node in nodes.nodes:
-        if node.view_entry.configuration_set in view.sets:
-            row = convert.node_row_from_wire(node.view_entry)
-            faulty = sum(1 << device for device in node.device_faults)
-            view.put(row, ~faulty & (1 << view.sets[row.configuration_set].devices) - 1)
-    refusal = impossible(view, convert.gang_shape_from_wire(spec, arena_bytes_per_device=0))
-    return "" if refusal is None else refusal.message
+            job = stack.enter_context(open_client()).validate(found)
+        except (EndpointError, Unreachable, DeadlineExceeded, NotReady):
+            return "no master answers"
+        except ApiError as error:
+            if error.code is StatusCode.UNIMPLEMENTED:
+                return "the master is of an older version"
+            raise
+    spec.partition = job.spec.partition
+    if job.spec.HasField("time_limit"):
+        spec.time_limit.CopyFrom(job.spec.time_limit)
+    return ""

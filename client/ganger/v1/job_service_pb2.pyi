@@ -96,6 +96,32 @@ class CreateArrayRequest(google.protobuf.message.Message):
 Global___CreateArrayRequest: typing_extensions.TypeAlias = CreateArrayRequest
 
 @typing.final
+class ValidateSubmissionRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    ARRAY_FIELD_NUMBER: builtins.int
+    @property
+    def job(self) -> Global___CreateJobRequest: ...
+    @property
+    def array(self) -> Global___CreateArrayRequest: ...
+    def __init__(
+        self,
+        *,
+        job: Global___CreateJobRequest | None = ...,
+        array: Global___CreateArrayRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["array", b"array", "job", b"job", "submission", b"submission"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["array", b"array", "job", b"job", "submission", b"submission"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_submission: typing_extensions.TypeAlias = typing.Literal["job", "array"]
+    _WhichOneofArgType_submission: typing_extensions.TypeAlias = typing.Literal["submission", b"submission"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_submission) -> _WhichOneofReturnType_submission | None: ...
+
+Global___ValidateSubmissionRequest: typing_extensions.TypeAlias = ValidateSubmissionRequest
+
+@typing.final
 class GetArrayRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -42,6 +42,11 @@ class JobServiceStub(object):
                 request_serializer=ganger_dot_v1_dot_job__service__pb2.CreateJobRequest.SerializeToString,
                 response_deserializer=ganger_dot_v1_dot_job__pb2.Job.FromString,
                 _registered_method=True)
+        self.ValidateSubmission = channel.unary_unary(
+                '/ganger.v1.JobService/ValidateSubmission',
+                request_serializer=ganger_dot_v1_dot_job__service__pb2.ValidateSubmissionRequest.SerializeToString,
+                response_deserializer=ganger_dot_v1_dot_job__pb2.Job.FromString,
+                _registered_method=True)
         self.GetJob = channel.unary_unary(
                 '/ganger.v1.JobService/GetJob',
                 request_serializer=ganger_dot_v1_dot_job__service__pb2.GetJobRequest.SerializeToString,
@@ -150,6 +155,14 @@ class JobServiceServicer(object):
         NOT_FOUND/NO_SUCH_PARTITION, FAILED_PRECONDITION/{PARTITION_CLOSED (to its user), PARTITION_TIME, PARTITION_LIMIT},
         ALREADY_EXISTS/REQUEST_REUSED (request_id came with another spec), UNIMPLEMENTED/NOT_SUPPORTED,
         RESOURCE_EXHAUSTED/{QUEUE_FULL, USER_LIMIT (too many pending jobs, or bytes of commands and environments)}.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ValidateSubmission(self, request, context):
+        """Judges a submission as CreateJob or CreateArray does, and accepts nothing. Returns the job, or each member of the array,
+        as it would be, without a name. A method of its own: a master that knows no such request must not accept a job.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -314,6 +327,11 @@ def add_JobServiceServicer_to_server(servicer, server):
             'CreateJob': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateJob,
                     request_deserializer=ganger_dot_v1_dot_job__service__pb2.CreateJobRequest.FromString,
+                    response_serializer=ganger_dot_v1_dot_job__pb2.Job.SerializeToString,
+            ),
+            'ValidateSubmission': grpc.unary_unary_rpc_method_handler(
+                    servicer.ValidateSubmission,
+                    request_deserializer=ganger_dot_v1_dot_job__service__pb2.ValidateSubmissionRequest.FromString,
                     response_serializer=ganger_dot_v1_dot_job__pb2.Job.SerializeToString,
             ),
             'GetJob': grpc.unary_unary_rpc_method_handler(

@@ -48,6 +48,10 @@ class JobServiceStub:
     ALREADY_EXISTS/REQUEST_REUSED (request_id came with another spec), UNIMPLEMENTED/NOT_SUPPORTED,
     RESOURCE_EXHAUSTED/{QUEUE_FULL, USER_LIMIT (too many pending jobs, or bytes of commands and environments)}.
     """
+    ValidateSubmission: grpc.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.ValidateSubmissionRequest, ganger.v1.job_pb2.Job]
+    """Judges a submission as CreateJob or CreateArray does, and accepts nothing. Returns the job, or each member of the array,
+    as it would be, without a name. A method of its own: a master that knows no such request must not accept a job.
+    """
     GetJob: grpc.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.GetJobRequest, ganger.v1.job_pb2.Job]
     """Errors: NOT_FOUND/JOB_NOT_FOUND, INVALID_ARGUMENT/NAME_INVALID."""
     ListJobs: grpc.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.ListJobsRequest, ganger.v1.job_service_pb2.ListJobsResponse]
@@ -127,6 +131,10 @@ class JobServiceAsyncStub(JobServiceStub):
     NOT_FOUND/NO_SUCH_PARTITION, FAILED_PRECONDITION/{PARTITION_CLOSED (to its user), PARTITION_TIME, PARTITION_LIMIT},
     ALREADY_EXISTS/REQUEST_REUSED (request_id came with another spec), UNIMPLEMENTED/NOT_SUPPORTED,
     RESOURCE_EXHAUSTED/{QUEUE_FULL, USER_LIMIT (too many pending jobs, or bytes of commands and environments)}.
+    """
+    ValidateSubmission: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.ValidateSubmissionRequest, ganger.v1.job_pb2.Job]  # type: ignore[assignment]
+    """Judges a submission as CreateJob or CreateArray does, and accepts nothing. Returns the job, or each member of the array,
+    as it would be, without a name. A method of its own: a master that knows no such request must not accept a job.
     """
     GetJob: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.GetJobRequest, ganger.v1.job_pb2.Job]  # type: ignore[assignment]
     """Errors: NOT_FOUND/JOB_NOT_FOUND, INVALID_ARGUMENT/NAME_INVALID."""
@@ -210,6 +218,16 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         NOT_FOUND/NO_SUCH_PARTITION, FAILED_PRECONDITION/{PARTITION_CLOSED (to its user), PARTITION_TIME, PARTITION_LIMIT},
         ALREADY_EXISTS/REQUEST_REUSED (request_id came with another spec), UNIMPLEMENTED/NOT_SUPPORTED,
         RESOURCE_EXHAUSTED/{QUEUE_FULL, USER_LIMIT (too many pending jobs, or bytes of commands and environments)}.
+        """
+
+    @abc.abstractmethod
+    def ValidateSubmission(
+        self,
+        request: ganger.v1.job_service_pb2.ValidateSubmissionRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[ganger.v1.job_pb2.Job, collections.abc.Awaitable[ganger.v1.job_pb2.Job]]:
+        """Judges a submission as CreateJob or CreateArray does, and accepts nothing. Returns the job, or each member of the array,
+        as it would be, without a name. A method of its own: a master that knows no such request must not accept a job.
         """
 
     @abc.abstractmethod

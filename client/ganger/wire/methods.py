@@ -78,6 +78,7 @@ METHODS: dict[str, Method] = {
     for method in (
         # The request id makes a repeated submission the same submission.
         Method(f"{_JOBS}/CreateJob", _PEOPLE, 30.0, largest_bytes=_MIB // 2),
+        Method(f"{_JOBS}/ValidateSubmission", _PEOPLE, 30.0, largest_bytes=5 * _MIB // 8 + 64),
         Method(f"{_JOBS}/GetJob", _READERS),
         Method(f"{_JOBS}/ListJobs", _READERS),
         Method(f"{_JOBS}/WatchJob", _READERS, _STREAM_S, is_stream=True),

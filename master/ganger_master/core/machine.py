@@ -72,6 +72,12 @@ def advance(state: State, command: Command, now: float) -> tuple[Answer, tuple[E
     return _complete(state, answer), happened
 
 
+def judged(state: State, command: Command, now: float) -> Answer:
+    """Return what would be answered to a command, without carrying it out."""
+    _, answer = decide(state, command, now)
+    return answer
+
+
 def finish(state: State, now: float) -> Effects:
     """Return the effects of all events since the last call; call it before `state.take_changes`."""
     _note_mode(state, now)

@@ -34,7 +34,7 @@ FILE: Final = "audit.jsonl"
 _LARGEST_BYTES: Final = 64 << 20
 _FORMER_FILES: Final = 8
 _SERVICES: Final = ("/ganger.v1.JobService/", "/ganger.v1.NodeService/")
-_READS: Final = ("Get", "List", "Watch", "Explain")
+_READS: Final = ("Get", "List", "Watch", "Explain", "Validate")
 _REFUSALS: Final = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
 # Failed calls a second, and at once: a flood of them must not push out what others did.
 _FAILED_RATE: Final = 10.0

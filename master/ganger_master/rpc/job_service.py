@@ -64,12 +64,24 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         self._limits = limits
 
     async def CreateJob(self, request: job_service_pb2.CreateJobRequest, context: Any) -> job_pb2.Job:
-        _check_request_id(request.request_id)
-        spec, caller = job_messages.spec_from_wire(request.spec), self._callers.of(context)
-        command = commands.SubmitJob(
-            spec, str(uuid.uuid4()), caller.name, request.request_id, limited=caller.has_own_jobs_only
-        )
-        return await self._change(command, context)
+        return await self._change(_submission(request, self._callers.of(context)), context)
+
+    async def ValidateSubmission(self, request: job_service_pb2.ValidateSubmissionRequest, context: Any) -> job_pb2.Job:
+        caller = self._callers.of(context)
+        if not request.HasField("submission"):
+            raise errors.RequestInvalid("submission: a job or an array")
+        command: commands.SubmitJob | commands.SubmitArray
+        if request.HasField("array"):
+            command = answer_messages.submission_from_wire(request.array, caller)
+        else:
+            command = _submission(request.job, caller)
+        async with self._limits.change(caller, max(1, len(request.array.members))):
+            expect(self._writer.judge(command), ArrayAnswer if request.HasField("array") else JobAnswer)
+        terms = self._writer.state.partitions.terms_of(command.spec.partition)
+        job = JobRecord(0, "", caller.name, command.spec, self._writer.now(), partition=terms)
+        message = job_messages.job_to_wire(job, None, None)
+        message.ClearField("name")
+        return message
 
     async def CreateArray(self, request: job_service_pb2.CreateArrayRequest, context: Any) -> array_pb2.Array:
         _check_request_id(request.request_id)
@@ -389,6 +401,15 @@ def _event_to_wire(entry: HistoryEntry) -> job_pb2.Event:
         cause=entry.cause,
         message=cut(entry.message),
         figures={name: cut(text) for name, text in msgspec.json.decode(entry.figures, type=dict[str, str]).items()},
+    )
+
+
+def _submission(request: job_service_pb2.CreateJobRequest, caller: CallerIdentity) -> commands.SubmitJob:
+    """Return the submission of a job, which is not yet judged."""
+    _check_request_id(request.request_id)
+    spec = job_messages.spec_from_wire(request.spec)
+    return commands.SubmitJob(
+        spec, str(uuid.uuid4()), caller.name, request.request_id, limited=caller.has_own_jobs_only
     )
 
 

@@ -222,6 +222,12 @@ class Writer:
         """Return the answers in the order of the commands, once all of them are durable."""
         return self._taken(commands, list)
 
+    def judge(self, command: Command) -> Answer:
+        """Return what would be answered to a command now, and change nothing. Raises NotReady."""
+        if not self.is_ready or self._is_closing:
+            raise self._not_ready()
+        return machine.judged(self.state, command, self.now())
+
     def _taken(self, commands: Sequence[Command], answer_of: Callable[[list[Answer]], _T]) -> asyncio.Future[_T]:
         future: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
         self._look()
