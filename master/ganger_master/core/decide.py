@@ -10,7 +10,7 @@ from ganger.cluster.resources import Claim, ConfigurationSet
 from ganger.job_state import JobState
 from msgspec.structs import replace
 
-from ganger_master.core import arrays, commands, events, quarantine, reservations, rollback, submission
+from ganger_master.core import arrays, commands, events, job_updates, quarantine, reservations, rollback
 from ganger_master.core.answers import Done, JobAnswer, NodeAnswer, RefusedError, SessionAnswer
 from ganger_master.core.approval import judge_change, level_of
 from ganger_master.core.colocation import per_device
@@ -100,7 +100,7 @@ def _retune(state: State, command: commands.RetuneJob, now: float) -> Decision:
         raise busy(job, "it takes turns with others on its devices, and so do its cores")
     if command.repin:
         return (events.CoresChanged(now, _user(command), job.number, gang.claims, True),), JobAnswer(job.number)
-    spec = submission.with_cores(job.spec, command.millicores)
+    spec = job_updates.with_cores(job.spec, command.millicores)
     named = events.JobUpdated(now, _user(command), job.number, spec, Update(), "")
     happened: tuple[Event, ...] = () if spec == job.spec else (named,)
     if command.millicores:
@@ -311,7 +311,7 @@ def _tick(state: State, command: commands.Tick, now: float) -> Decision:
 _DECIDES: Final[dict[type, Callable[[State, Any, float], Decision]]] = {
     commands.SubmitJob: _submit,
     commands.CancelJob: _cancel,
-    commands.UpdateJob: submission.update,
+    commands.UpdateJob: job_updates.update,
     commands.SuspendJob: _suspend,
     commands.ResumeJob: _resume,
     commands.MoveJob: _move,
@@ -319,7 +319,7 @@ _DECIDES: Final[dict[type, Callable[[State, Any, float], Decision]]] = {
     commands.ResizeJob: _resize,
     commands.SubmitArray: arrays.submit,
     commands.CancelArray: arrays.cancel,
-    commands.UpdateArray: submission.update_array,
+    commands.UpdateArray: job_updates.update_array,
     commands.RecordMetric: arrays.record,
     commands.RequestGang: request_gang,
     commands.ReleaseGang: release_gang,
