@@ -16,11 +16,10 @@ from ganger_master.core.commands import ProposePlan, SubmitArray, SubmitJob, Sus
 from ganger_master.core.explain import explain, reported_blockers
 from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.job_rules import rules
-from ganger_master.core.limits import Owner
+from ganger_master.core.limits import Owner, Shares
 from ganger_master.core.plan_changes import StartChange
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
-from ganger_master.core.state_indexes import Shares
 from hypothesis import given
 from hypothesis import strategies as some
 from msgspec.structs import replace

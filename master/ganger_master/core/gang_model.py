@@ -248,6 +248,14 @@ class Gang(Struct, frozen=True, gc=False, omit_defaults=True):
         return None
 
 
+def uses_otherwise(old: Gang, gang: Gang) -> bool:
+    """Return whether a change of a gang may change what its job is charged for."""
+    if (old.node_set, old.stepped) != (gang.node_set, gang.stepped):
+        return True
+    pairs = zip(old.pieces, gang.pieces, strict=True)
+    return any(before.held != piece.held or before.lost != piece.lost for before, piece in pairs)
+
+
 class StoredOrder(Struct, frozen=True, gc=False, omit_defaults=True):
     """The newest order that a daemon has for a gang, as stored on its disk. `nodes`: all members of the gang,
     the leader first. `spec` is None where the daemon's copy cannot be read as a job."""

@@ -6,6 +6,7 @@ and in a partition each job has a limit of its own.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -105,6 +106,56 @@ def limits_of(
         found[Owner(ANY_USER, partition=name)] = one.gpus_per_user
     per_job = {name: one.gpus_per_job for name, one in partitions.items() if one.gpus_per_job is not None}
     return Limits({owner: gpus for owner, gpus in found.items() if gpus is not None}, per_job)
+
+
+class Shares:
+    """Devices by owner of a limit, of jobs that are charged for them."""
+
+    def __init__(self) -> None:
+        self.held: dict[Owner, int] = {}
+        # By job: its owners and how many it is charged for.
+        self._charged: dict[int, tuple[tuple[Owner, ...], int]] = {}
+        self._jobs_of: dict[Owner, set[int]] = {}
+
+    def charge(self, number: int, owners: tuple[Owner, ...], devices: int) -> None:
+        """The job of these owners holds so many from now on; none releases it."""
+        former, was = self._charged.pop(number, ((), 0))
+        for owner in former:
+            self._add(owner, -was)
+            self._jobs_of[owner].remove(number)
+            if not self._jobs_of[owner]:
+                del self._jobs_of[owner]
+        if devices:
+            self._charged[number] = owners, devices
+            for owner in owners:
+                self._jobs_of.setdefault(owner, set()).add(number)
+                self._add(owner, devices)
+
+    def of(self, number: int) -> int:
+        """What a job is charged for."""
+        return self._charged.get(number, ((), 0))[1]
+
+    def beside(self, number: int, owner: Owner) -> int:
+        """What the owner's jobs hold, one left out."""
+        owners, own = self._charged.get(number, ((), 0))
+        return self.held.get(owner, 0) - (own if owner in owners else 0)
+
+    def largest(self, owner: Owner, most: int, beside: int = 0) -> list[tuple[int, int]]:
+        """Return (number, devices) of the owner's jobs that hold most, largest first. `beside`: a job to leave out."""
+        numbers = self._jobs_of.get(owner, set()) - {beside}
+        return heapq.nsmallest(most, [(number, self.of(number)) for number in numbers], lambda one: (-one[1], one[0]))
+
+    def jobs_of(self, owner: Owner) -> int:
+        """Return how many of the owner's jobs hold devices."""
+        return len(self._jobs_of.get(owner, ()))
+
+    def _add(self, owner: Owner, devices: int) -> None:
+        left = self.held.get(owner, 0) + devices
+        assert left >= 0, f"{owner} holds {left} devices"
+        if left:
+            self.held[owner] = left
+        else:
+            self.held.pop(owner, None)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from ganger_master.core.commands import Observe, ObservedSlices, RecordedEnd
 from ganger_master.core.desired_projection import DesiredProjection
 from ganger_master.core.events import Dirty, HistoryRow, StoredChanges, Unstored, cut
-from ganger_master.core.gang_model import Gang, GangIntent, StoredOrder, TimesliceGroup
+from ganger_master.core.gang_model import Gang, GangIntent, StoredOrder, TimesliceGroup, uses_otherwise
 from ganger_master.core.job_model import JobRecord, Request
 from ganger_master.core.limits import Owner, limits_of
 from ganger_master.core.node_model import Counters, Node, Reservation
@@ -28,7 +28,7 @@ from ganger_master.core.partitions import PartitionIndex
 from ganger_master.core.plan_changes import CoresCurve
 from ganger_master.core.queue import Blocked, JobQueue, LeaseTable, Place
 from ganger_master.core.settings import CoreSettings
-from ganger_master.core.state_indexes import GangIndex, JobIndex, NodeIndex, UsageIndex, list_if, row_of
+from ganger_master.core.state_indexes import GangIndex, JobIndex, NodeIndex, UsageIndex, is_other_row, list_if, row_of
 from ganger_master.core.teams import TeamIndex
 from ganger_master.core.usage_model import UserUsage
 from ganger_master.policies import policy_named
@@ -131,7 +131,7 @@ class State:
                 self._charge(gang.job)
             self._place(gang)
             return
-        if self.counts_use and _uses_otherwise(old, gang):
+        if self.counts_use and uses_otherwise(old, gang):
             dirty.usage[gang.job] = None
         for before, piece in zip(old.pieces, gang.pieces, strict=True):
             dirty.wants[piece.claim.node] = None
@@ -226,7 +226,7 @@ class State:
         self.nodes.put(old, node)
         self.unstored.put(("node", node.name), node)
         self.gangs.places_on.setdefault(node.name, {})
-        is_other = old is None or _is_other_row(old, node)
+        is_other = old is None or is_other_row(old, node)
         if was_unheard and node.name not in self.nodes.unheard and not is_other:
             # Otherwise the row is refreshed, and the mode with it.
             self._note_view()
@@ -488,21 +488,3 @@ class State:
                 self.dirty.wants[other] = None
         if name in self.gangs.set_on:
             self._renew_set(self.gangs.sets[self.gangs.set_on[name]])
-
-
-def _uses_otherwise(old: Gang, gang: Gang) -> bool:
-    """Return whether a change of a gang may change what its job is charged for."""
-    if (old.node_set, old.stepped) != (gang.node_set, gang.stepped):
-        return True
-    pairs = zip(old.pieces, gang.pieces, strict=True)
-    return any(before.held != piece.held or before.lost != piece.lost for before, piece in pairs)
-
-
-def _is_other_row(old: Node, node: Node) -> bool:
-    """Return whether a change of a node affects its free pieces (`row_of`), besides what its gangs hold."""
-    return (
-        old.takes_gangs != node.takes_gangs
-        or old.strays != node.strays
-        or old.device_faults != node.device_faults
-        or (old.configuration_set, old.rack, old.fabric) != (node.configuration_set, node.rack, node.fabric)
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ from msgspec.structs import replace
 from ganger_master.core.commands import ObservedGang, ObservedSlices
 from ganger_master.core.gang_model import Gang, TimesliceGroup
 from ganger_master.core.job_model import JobRecord, JobSpec, Request, bytes_of
-from ganger_master.core.limits import Owner
+from ganger_master.core.limits import Shares
 from ganger_master.core.node_model import Node
 from ganger_master.core.usage_model import UserUsage
 
@@ -89,56 +88,6 @@ class Holdings:
         for counts in (self.pending, self.live_bytes):
             if not counts[job.user]:
                 del counts[job.user]
-
-
-class Shares:
-    """Devices by owner of a limit, of jobs that are charged for them."""
-
-    def __init__(self) -> None:
-        self.held: dict[Owner, int] = {}
-        # By job: its owners and how many it is charged for.
-        self._charged: dict[int, tuple[tuple[Owner, ...], int]] = {}
-        self._jobs_of: dict[Owner, set[int]] = {}
-
-    def charge(self, number: int, owners: tuple[Owner, ...], devices: int) -> None:
-        """The job of these owners holds so many from now on; none releases it."""
-        former, was = self._charged.pop(number, ((), 0))
-        for owner in former:
-            self._add(owner, -was)
-            self._jobs_of[owner].remove(number)
-            if not self._jobs_of[owner]:
-                del self._jobs_of[owner]
-        if devices:
-            self._charged[number] = owners, devices
-            for owner in owners:
-                self._jobs_of.setdefault(owner, set()).add(number)
-                self._add(owner, devices)
-
-    def of(self, number: int) -> int:
-        """What a job is charged for."""
-        return self._charged.get(number, ((), 0))[1]
-
-    def beside(self, number: int, owner: Owner) -> int:
-        """What the owner's jobs hold, one left out."""
-        owners, own = self._charged.get(number, ((), 0))
-        return self.held.get(owner, 0) - (own if owner in owners else 0)
-
-    def largest(self, owner: Owner, most: int, beside: int = 0) -> list[tuple[int, int]]:
-        """Return (number, devices) of the owner's jobs that hold most, largest first. `beside`: a job to leave out."""
-        numbers = self._jobs_of.get(owner, set()) - {beside}
-        return heapq.nsmallest(most, [(number, self.of(number)) for number in numbers], lambda one: (-one[1], one[0]))
-
-    def jobs_of(self, owner: Owner) -> int:
-        """Return how many of the owner's jobs hold devices."""
-        return len(self._jobs_of.get(owner, ()))
-
-    def _add(self, owner: Owner, devices: int) -> None:
-        left = self.held.get(owner, 0) + devices
-        assert left >= 0, f"{owner} holds {left} devices"
-        if left:
-            self.held[owner] = left
-        else:
-            self.held.pop(owner, None)
 
 
 class UsageIndex(dict[str, UserUsage]):
@@ -511,3 +460,13 @@ def _neighbours(
         for device in bits(mask & (1 << devices) - 1):
             on_devices[device] += 1
     return tuple(at_sockets), tuple(in_groups), tuple(on_devices)
+
+
+def is_other_row(old: Node, node: Node) -> bool:
+    """Return whether a change of a node affects its free pieces (`row_of`), besides what its gangs hold."""
+    return (
+        old.takes_gangs != node.takes_gangs
+        or old.strays != node.strays
+        or old.device_faults != node.device_faults
+        or (old.configuration_set, old.rack, old.fabric) != (node.configuration_set, node.rack, node.fabric)
+    )

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
-from ganger_master.core.limits import Limits, Owner
-from ganger_master.core.state_indexes import Shares
+from ganger_master.core.limits import Limits, Owner, Shares
 from ganger_master.core.teams import NO_TEAMS, TeamIndex
 from ganger_master.policies.orders import Capacity, Facts, Floats, Integers, JobOrder, sorted_by
 
