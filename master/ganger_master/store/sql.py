@@ -61,7 +61,7 @@ _MIGRATIONS = Path(__file__).with_name("migrations")
 # Of PostgreSQL's advisory lock that one of several masters holds while it changes the schema.
 _SCHEMA_LOCK: Final = 0x67616E676572
 # The first schema with leases: a master of an older one knows of no stand-by.
-_LEASE_SCHEMA: Final = "0006"
+_LEASE_SCHEMA: Final = "0007"
 
 
 def upgrade(engine: Engine) -> None:
@@ -88,12 +88,6 @@ def check_whole(connection: Connection) -> None:
     finding = str(connection.exec_driver_sql("PRAGMA quick_check(1)").scalar())
     if finding != "ok":
         raise StoreError(Problem.DAMAGED, f"the database is damaged: {finding.splitlines()[-1]}")
-
-
-def downgrade(engine: Engine, revision: str) -> None:
-    """Migrate back to an older schema; `base` drops everything."""
-    with engine.begin() as connection:
-        command.downgrade(_config(connection), revision)
 
 
 def _config(connection: Connection | None) -> Config:

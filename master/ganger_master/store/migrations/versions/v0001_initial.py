@@ -7,8 +7,6 @@ from alembic import op
 
 revision = "0001"
 down_revision: str | None = None
-branch_labels: str | None = None
-depends_on: str | None = None
 
 
 def upgrade() -> None:
@@ -85,8 +83,3 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("sequence", name="pk_events"),
     )
     op.create_index("ix_events_subject_sequence", "events", ["subject", "sequence"])
-
-
-def downgrade() -> None:
-    for table in ("events", "gangs", "job_specs", "jobs", "nodes", "configuration_sets", "counters", "writer"):
-        op.drop_table(table)

@@ -7,8 +7,6 @@ from alembic import op
 
 revision = "0003"
 down_revision: str | None = "0002"
-branch_labels: str | None = None
-depends_on: str | None = None
 
 
 def upgrade() -> None:
@@ -19,7 +17,3 @@ def upgrade() -> None:
         sa.Column("body", sa.Text(), nullable=False),
         sa.PrimaryKeyConstraint("key", name="pk_requests"),
     )
-
-
-def downgrade() -> None:
-    op.drop_table("requests")
