@@ -286,7 +286,6 @@ _PARALLELISM: Final = {
     "sp_size": "1",
     "sp_backend": "deepspeed",
 }
-_SEVERAL: Final = ("MULTI_GPU", "DEEPSPEED", "FSDP")
 _PRECISIONS: Final = ("no", "fp16", "bf16", "fp8")
 
 

@@ -35,7 +35,6 @@ class DetachedScheduler:
     """
 
     def __init__(self, name: str, master: str | Endpoint | None) -> None:
-        self._name = name
         self._arguments = [sys.executable, "-m", "ganger.cli.main", "scheduler", "run", name, "--job-from-stdin"]
         self._environment = dict(os.environ)
         if isinstance(master, Endpoint):

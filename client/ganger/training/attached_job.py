@@ -100,7 +100,6 @@ class TrainingJob:
         self._training = training
         self._control = control
         self._seed = seed
-        self._keeper: StateKeeper | None = None
         self._progress: ProgressReporter | None = None
         self._loaders: list[ElasticLoader] = []
         # Of them, those made so far in this run of the script; one that is made in every epoch is the same again.
@@ -130,7 +129,6 @@ class TrainingJob:
         control.hello(FIVE_LINE, torch=str(torch.__version__))
         keeper = StateKeeper(control, lambda: self._training, self._position)
         keeper.when_stopped = self._show
-        self._keeper = keeper
         control.handlers = keeper.handlers()
         self._progress = ProgressReporter(control.page, lambda: self._training, keeper)
         restored = keeper.restore_at_start()

@@ -133,14 +133,11 @@ def open_channel(
     dialled, or a certificate that cannot be read. Where the endpoint is of a list of masters, calls go to the one that
     leads, also after another one has taken over."""
     if endpoint.masters is not None:
-        from ganger.wire.channels import LeaderChannel
 
-        return cast(
-            grpc.Channel,
-            LeaderChannel(
-                endpoint.masters, lambda one: _opened(grpc, one, options, CallerRole.MASTER, _credentials(one))
-            ),
-        )
+        def open_one(one: Endpoint) -> _Channel:
+            return _opened(grpc, one, options, CallerRole.MASTER, _credentials(one))
+
+        return cast(grpc.Channel, LeaderChannel(endpoint.masters, open_one))
     return cast(grpc.Channel, _opened(grpc, endpoint, options, role, _credentials(endpoint)))
 
 

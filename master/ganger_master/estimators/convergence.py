@@ -83,7 +83,6 @@ class ConvergenceModel:
     points: int
     last_step: float
     largest_loss: float
-    scatter: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +110,7 @@ def fit_convergence(points: Iterable[LossPoint]) -> ConvergenceModel | None:
     largest = float(np.max(without_outliers(losses)))
     if largest <= 0.0:
         flat = Curve(0.0, math.inf, 0.0)
-        return ConvergenceModel(flat, (flat,), (), len(steps), float(steps[-1]), 0.0, 0.0)
+        return ConvergenceModel(flat, (flat,), (), len(steps), float(steps[-1]), 0.0)
     span = float(steps[-1] - steps[0])
     x, y = steps / span, losses / largest
     best, cost, kept, found = _robust(x, y)
@@ -129,7 +128,6 @@ def fit_convergence(points: Iterable[LossPoint]) -> ConvergenceModel | None:
         int(kept.sum()),
         float(steps[-1]),
         largest,
-        largest * math.sqrt(noise),
     )
 
 

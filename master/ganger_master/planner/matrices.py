@@ -138,7 +138,6 @@ class SliceMatrices:
                 self._count_cores(gang)
             else:
                 self._closed.update(one.devices)
-        self._seen = set(self._on)
         self._kept_out = kept_out
 
     @property

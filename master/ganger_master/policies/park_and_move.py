@@ -13,7 +13,6 @@ from ganger.cluster.preferences import BEST_FIT
 from ganger.cluster.resources import GangShape
 
 from ganger_master.policies.make_room import (
-    MOST_MOVES,
     Displacement,
     Movable,
     Movables,
@@ -38,7 +37,6 @@ def swap_for(
     shape: GangShape,
     *,
     placement: PlacementPreference = BEST_FIT,
-    most_moves: int = MOST_MOVES,
     stay: Collection[int] = (),
 ) -> RoomPlan | None:
     """Return the cheapest plan that stops gangs: then the one with the fewest victims and moves, then the least spread.
@@ -54,7 +52,7 @@ def swap_for(
     trying = Trial(room)
 
     def search() -> RoomPlan | None:
-        return room_for(room, movables, shape, placement=placement, most_moves=most_moves, stay=stay)
+        return room_for(room, movables, shape, placement=placement, stay=stay)
 
     found = []
     for order in _orders(stoppable):

@@ -71,7 +71,6 @@ class LauncherServer:
         starter: Starter | None = None,
     ) -> None:
         self._path = path
-        self._listener = listener
         self._lock = lock
         self._preloaded = preloaded
         self._may_fork = may_fork
