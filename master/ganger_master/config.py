@@ -34,12 +34,15 @@ _COUNTS: Final = {
     "streams_per_user": "streams",
 }
 _NEVER: Final = ("lost_after_s", "quantum_s", "logs_kept_s", "checkpoints_kept_s", "idle_warning_s", "idle_park_s")
-# A job that is preempted at every plan makes no progress.
-_LEAST_PLAN_EVERY_S: Final = 1.0
-_LEAST_QUANTUM_S: Final = 0.5
-_LEAST_HALF_LIFE_S: Final = 60.0
-# Below it a busy machine or database loses the lease of a healthy leader.
-_LEAST_LEADER_LEASE_S: Final = 0.5
+_LEAST_S: Final = {
+    # A job that is preempted at every plan makes no progress.
+    "plan_every_s": 1.0,
+    "quantum_s": 0.5,
+    "usage_half_life_s": 60.0,
+    # Below it a busy machine or database loses the lease of a healthy leader.
+    "leader_lease_s": 0.5,
+    **dict.fromkeys(("idle_warning_s", "idle_park_s"), LEAST_IDLE_S),
+}
 # One per second.
 _MOST_MOVES_PER_HOUR: Final = 3600.0
 
@@ -222,41 +225,6 @@ def _listen_address_of(value: object, has_certificates: bool) -> str:
     return listen
 
 
-def _plan_interval_of(name: str, value: object) -> float:
-    seconds = _duration_of(name, value)
-    if not seconds or seconds < _LEAST_PLAN_EVERY_S:
-        raise ValueError(f"plan_every: {value!r} is too short, at least {_LEAST_PLAN_EVERY_S:g} s")
-    return seconds
-
-
-def _half_life_of(name: str, value: object) -> float:
-    seconds = _duration_of(name, value)
-    if not seconds or seconds < _LEAST_HALF_LIFE_S:
-        raise ValueError(f"usage_half_life: {value!r} is too short, at least {_LEAST_HALF_LIFE_S:g} s")
-    return seconds
-
-
-def _leader_lease_of(name: str, value: object) -> float:
-    seconds = _duration_of(name, value)
-    if not seconds or seconds < _LEAST_LEADER_LEASE_S:
-        raise ValueError(f"leader_lease: {value!r} is too short, at least {_LEAST_LEADER_LEASE_S:g} s")
-    return seconds
-
-
-def _quantum_of(name: str, value: object) -> float | None:
-    seconds = _duration_of(name, value)
-    if seconds is not None and seconds < _LEAST_QUANTUM_S:
-        raise ValueError(f"quantum: {value!r} is too short, at least {_LEAST_QUANTUM_S:g} s, or never")
-    return seconds
-
-
-def _idle_time_of(name: str, value: object) -> float | None:
-    seconds = _duration_of(name, value)
-    if seconds is not None and seconds < LEAST_IDLE_S:
-        raise ValueError(f"{name.removesuffix('_s')}: {value!r} is too short, at least {LEAST_IDLE_S:g} s, or never")
-    return seconds
-
-
 def _count_of(name: str, value: object) -> int:
     if isinstance(value, bool) or not re.fullmatch(r"[0-9]{1,15}", str(value)) or not int(str(value)):
         raise ValueError(f"{name}: {value!r} is not a number of {_COUNTS[name]} of at least 1")
@@ -324,6 +292,8 @@ def _duration_of(name: str, value: object) -> float | None:
     if seconds is None and name not in _NEVER:
         hint = "0 for none" if name == "checkpoint_interval_s" else "a duration, for example 10m or 1d"
         raise ValueError(f"{setting}: never is not possible here: write {hint}")
+    if seconds is not None and seconds < (least := _LEAST_S.get(name, 0.0)):
+        raise ValueError(f"{setting}: {value!r} is too short, at least {least:g} s{', or never' * (name in _NEVER)}")
     return seconds
 
 
@@ -344,15 +314,10 @@ _PARSERS: Final[Mapping[str, Callable[[str, object], object]]] = {
     **dict.fromkeys(_COUNTS, _count_of),
     **dict.fromkeys(("residue_bytes", "spec_bytes_per_user"), _bytes_of),
     **dict.fromkeys(("scheduler_host", "planner", "restored"), _boolean_of),
-    "plan_every_s": _plan_interval_of,
-    "quantum_s": _quantum_of,
-    **dict.fromkeys(("idle_warning_s", "idle_park_s"), _idle_time_of),
-    "leader_lease_s": _leader_lease_of,
     "moves_per_hour": _moves_of,
     "quotas": lambda name, value: quotas_of(value),
     "teams": lambda name, value: teams_of(value),
     "partitions": lambda name, value: partitions_of(value),
-    "usage_half_life_s": _half_life_of,
     "log_level": _log_level_of,
     "database_url": _text_of,
     "policy": _policy_of,
