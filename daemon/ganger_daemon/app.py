@@ -55,8 +55,7 @@ from ganger_daemon.node.daemon_files import (
     write_json,
 )
 from ganger_daemon.node.gang_set import GangSet
-from ganger_daemon.node.health_check import HealthCheck
-from ganger_daemon.node.hooks import NodeHooks, hook_trouble
+from ganger_daemon.node.hooks import HealthCheck, NodeHooks, hook_trouble
 from ganger_daemon.node.launchers import Launchers, interpreter_for_accounts
 from ganger_daemon.node.log_store import LogStore
 from ganger_daemon.node.node_context import (
@@ -198,7 +197,7 @@ class Daemon:
 
     def _work(self) -> None:
         """Begin what goes on until the daemon is stopped."""
-        self.health = HealthCheck(self.host)
+        self.health = HealthCheck(self.host.hooks, self.node, self.paths.state, self.host.changed)
         work = (
             self._hold_session(),
             self._tend(),

@@ -5,19 +5,23 @@ nothing, so a hook with a directory of its own runs once at most."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import msgspec
 from ganger.text import os_failure
 
-from ganger_daemon.core.hook_outcomes import HookEnd, hook_failure
-from ganger_daemon.node.daemon_files import open_plain, path_trouble, read_plain
+from ganger_daemon.core.hook_outcomes import CheckRecord, HookEnd, after_check, hook_failure
+from ganger_daemon.node.daemon_files import open_plain, path_trouble, read_json, read_plain, remove_tree, write_hint
+
+log = logging.getLogger(__name__)
 
 HOOK_TIMEOUT_S = 300.0
 HEALTH_CHECK_EVERY_S = 60.0
@@ -193,3 +197,64 @@ async def _ended(pid: int, within_s: float) -> bool:
         loop.remove_reader(fd)
         os.close(fd)
     return over.is_set()
+
+
+# Name of the hook, and of the fault that it shows.
+HEALTH_CHECK = "health_check"
+
+
+class HealthCheck:
+    """The health check of a node: a hook that runs again and again. What it has shown outlives the daemon.
+
+    `state`: the daemon's directory; `changed`: called when the node has become healthy or unhealthy. `is_known` is set
+    once a check has ended, or if there is none."""
+
+    def __init__(self, hooks: NodeHooks, node: str, state: Path, changed: Callable[[], None]) -> None:
+        self._hooks, self._node, self._changed = hooks, node, changed
+        self._notes = state / "health.json"
+        self._run_directory = state / "health-check"
+        self._record = self._recall() if hooks.health_check is not None else CheckRecord()
+        self.is_known = asyncio.Event()
+
+    @property
+    def faults(self) -> dict[str, str]:
+        """Why the node is out of service, by source; empty if it is healthy."""
+        return {HEALTH_CHECK: self._record.reason} if self._record.reason else {}
+
+    async def run(self) -> None:
+        """Check the node until cancelled."""
+        hooks = self._hooks
+        if hooks.health_check is None:
+            self._notes.unlink(missing_ok=True)
+            self.is_known.set()
+            return
+        environment = {"GANGER_HOOK": HEALTH_CHECK, "GANGER_NODE": self._node}
+        check = HookRun("health check", self._run_directory, hooks.timeout_s)
+        if not check.is_running:
+            # It went with the machine: that shows nothing.
+            await asyncio.to_thread(remove_tree, self._run_directory)
+        while True:
+            failure = await check.failure(hooks.health_check, environment)
+            await asyncio.to_thread(remove_tree, self._run_directory)
+            self._note(after_check(self._record, failure))
+            self.is_known.set()
+            await asyncio.sleep(hooks.health_check_every_s)
+
+    def _note(self, record: CheckRecord) -> None:
+        before, self._record = self._record, record
+        if record == before:
+            return
+        write_hint(self._notes, asdict(record))
+        if record.fault and not before.fault:
+            log.warning("node is unhealthy", extra={"reason": record.fault})
+        if before.fault and not record.fault:
+            log.info("node is healthy again")
+        if record.reason != before.reason:
+            self._changed()
+
+    def _recall(self) -> CheckRecord:
+        try:
+            return msgspec.convert(read_json(self._notes), CheckRecord)
+        except msgspec.ValidationError as error:
+            log.warning("notes cannot be read", extra={"path": str(self._notes), "error": str(error)})
+            return CheckRecord()
