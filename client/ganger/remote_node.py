@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final
 
+from ganger.local_master import MADE, SHARED_DIRECTORY
 from ganger.service_unit import DAEMON_UNIT, unit_text
 from ganger.wire.tls import AUTHORITY, CERTIFICATE, KEY
 
@@ -36,8 +37,6 @@ for each in python3 python3.14 python3.13 python3.12 python3.11; do
     fi
 done
 """
-# Marks a directory that was made here and may be removed.
-_MADE: Final = ".made-by-ganger"
 _MADE_UNIT: Final = "# Made by ganger cluster add."
 # Jobs run as accounts that go through what is made, whatever root's own umask is.
 _OPEN: Final = "umask 022;"
@@ -116,9 +115,9 @@ class RemoteNode:
         )
         await self._run(
             "make an environment",
-            f"{_OPEN} if ! test -e {prefix}/{_MADE}; then"
+            f"{_OPEN} if ! test -e {prefix}/{MADE}; then"
             f' if test -n "$(ls -A {prefix} 2>/dev/null)"; then echo {taken} >&2; exit 1; fi;'
-            f" mkdir -p {prefix} && touch {prefix}/{_MADE} || exit 1; fi; {shlex.quote(self._python)} -m venv {prefix}",
+            f" mkdir -p {prefix} && touch {prefix}/{MADE} || exit 1; fi; {shlex.quote(self._python)} -m venv {prefix}",
         )
         wanted = f"ganger[server]=={version}"
         if wheel is not None:
@@ -158,7 +157,7 @@ class RemoteNode:
         command = (places.interpreter, "-m", "ganger.cli.main", "daemon", *flags)
         state = shlex.quote(places.state)
         await self._run(
-            "make directories", f"{_OPEN} test -d {state} || {{ mkdir -p -m 0711 {state} && touch {state}/{_MADE}; }}"
+            "make directories", f"{_OPEN} test -d {state} || {{ mkdir -p -m 0711 {state} && touch {state}/{MADE}; }}"
         )
         if self.has_systemd:
             await self._run(
@@ -196,15 +195,18 @@ class RemoteNode:
                 f" systemctl disable --quiet {DAEMON_UNIT} 2>/dev/null; rm -f {_UNIT} && systemctl daemon-reload",
             )
         prefix, state, tls = map(shlex.quote, (places.prefix, places.state, places.certificates))
+        above = shlex.join(str(PurePosixPath(path).parent) for path in (places.certificates, places.state))
         own = shlex.join(f"{places.certificates}/{name}" for name in (AUTHORITY, KEY, CERTIFICATE))
         await self._run(
             "remove what was made",
             f"rm -f {own} && {{ rmdir {tls} 2>/dev/null || true; }};"
-            f" if test -e {state}/{_MADE}; then"
+            f" if test -e {state}/{MADE}; then"
             f' run=$(sed -n \'s/.*"run_directory": *"\\([^"]*\\)".*/\\1/p\' {state}/node.json 2>/dev/null);'
             # One that an option of the daemon named may hold more.
             f' case "$run" in */../*) ;; /run/ganger/*|/dev/shm/ganger*) rm -rf "$run" ;; esac;'
-            f" rm -rf {state}; fi; test ! -e {prefix}/{_MADE} || rm -rf {prefix}",
+            f" rm -rf {state}; fi; test ! -e {prefix}/{MADE} || rm -rf {prefix};"
+            f' for above in {above}; do case "$above" in */{SHARED_DIRECTORY}) rmdir "$above" 2>/dev/null;; esac; done;'
+            " true",
         )
 
     async def write(self, path: str, content: bytes, mode: int) -> None:

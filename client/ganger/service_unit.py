@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Program = Literal["master", "daemon"]
 
 DAEMON_UNIT: Final = "ganger-daemon.service"
+MASTER_UNIT: Final = "ganger-master.service"
 # What a start cannot mend: wrong usage, a state that refuses it, missing rights, another master on the database.
 _LASTING_EXIT_CODES: Final = "2 4 6 8"
 

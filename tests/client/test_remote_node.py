@@ -61,6 +61,20 @@ def test_directories_that_were_there_stay_with_what_others_have_in_them(ssh: Ssh
     assert "theirs" in {path.name for path in state.iterdir()}
 
 
+def test_directories_of_all_programs_go_with_the_last_one_in_them(ssh: SshServer, tmp_path: Path) -> None:
+    etc, lib = tmp_path / "etc" / "ganger", tmp_path / "lib" / "ganger"
+    (lib / "master").mkdir(parents=True)
+
+    async def story(node: RemoteNode) -> None:
+        await node.write(f"{etc}/tls/cert.pem", b"certificate", 0o644)
+        await node.start(("--help",))
+        await node.remove()
+
+    on(ssh, NodePlaces(str(tmp_path / "opt"), str(etc / "tls"), str(lib / "daemon"), python="/bin/true"), story)
+    assert sorted(path.name for path in (tmp_path / "etc").iterdir()) == []
+    assert [path.name for path in lib.iterdir()] == ["master"]
+
+
 def test_a_machine_that_prints_without_end_does_not_fill_the_terminal(ssh: SshServer, tmp_path: Path) -> None:
     talker = tmp_path / "python"
     talker.write_text("#!/bin/sh\nprintf '\\033[2J'; head -c 1000000 /dev/zero | tr '\\0' x\n")

@@ -1,9 +1,10 @@
-"""`ganger cluster add` and `cluster remove`: nodes of a cluster, by ssh. `ganger unit`: a unit file."""
+"""`ganger cluster`: the master of this machine, and nodes of a cluster, by ssh. `ganger unit`: a unit file."""
 
 from __future__ import annotations
 
 import asyncio
 import getpass
+import os
 import posixpath
 import sys
 import tempfile
@@ -17,17 +18,19 @@ import click
 
 from ganger.cli.administration import revoke_certificates
 from ganger.cli.options import confirm, open_client, timeout_s, yes_option
-from ganger.console import CommandError, Directory, Within
+from ganger.console import CommandError, Directory, ExitCode, Within
 from ganger.text import os_failure
 from ganger.wire.tls import AUTHORITY
 
 if TYPE_CHECKING:
     from ganger.client import Client
+    from ganger.local_master import MasterPlaces
     from ganger.remote_node import NodePlaces, RemoteNode
 
 _AT_ONCE: Final = 16
 _LOOK_S: Final = 0.2
 _FORGET_S: Final = 60.0
+_ANSWER_S: Final = 5.0
 _PATH = click.Path()
 
 
@@ -67,7 +70,133 @@ def _remote_options(command: Any) -> Any:
 
 @click.group()
 def cluster() -> None:
-    """Add machines as nodes, and remove them, by ssh."""
+    """Make this machine a master, and other machines its nodes, by ssh; remove both."""
+
+
+def _master_options(command: Any) -> Any:
+    """The options that say where a master lies on this machine."""
+    for option in (
+        click.option(
+            "--state-dir", "state", type=Directory(), help="Of the master.  [default: /var/lib/ganger/master]"
+        ),
+        click.option("--tls", "certificates", type=Directory(), help="Its certificate.  [default: /etc/ganger/master]"),
+        click.option("--authority", type=Directory(), help="Makes all certificates.  [default: /etc/ganger/ca]"),
+        click.option("--operator-tls", "operator", type=Directory(), help="Yours.  [default: /etc/ganger/operator]"),
+    ):
+        command = option(command)
+    return command
+
+
+@cluster.command()
+@click.option("--storage", type=Directory(), help="Directory all nodes see; made if missing.")
+@click.option("--port", type=click.IntRange(1, 65535), default=7070, show_default=True, help="Where it listens.")
+@click.option("--operator-name", metavar="NAME", help="Name on your certificate.  [default: your account]")
+@click.option(
+    "--python", default="", help="Interpreter of the installation that the master runs from.  [default: this]"
+)
+@click.option("--timeout", metavar="TIME", default="60s", help="How long the master may take to answer [60s].")
+@click.option("--flag", "flags", multiple=True, help="Another option of `ganger master`, such as --flag=--policy=las.")
+@_master_options
+@click.argument("host")
+def init(
+    host: str,
+    storage: Path | None,
+    port: int,
+    operator_name: str | None,
+    python: str,
+    timeout: str,
+    flags: tuple[str, ...],
+    **where: Any,
+) -> None:
+    """Make this machine the master of a new cluster: authority, certificates, and a systemd unit that runs.
+
+    HOST is the name or address of this machine that nodes and users dial. The same command again repairs or upgrades
+    the master and renews its certificate; jobs, nodes and authority stay.
+    """
+    from ganger.local_master import LocalMasterError, check_machine, make_credentials, make_unit, start
+    from ganger.wire.certificate_authority import CertificateError
+    from ganger.wire.methods import is_name
+
+    name = operator_name or os.environ.get("SUDO_USER") or getpass.getuser()
+    if not is_name(name):
+        raise click.UsageError(f"{name!r} cannot be the name of an operator: name one with --operator-name")
+    places, limit_s = _master_places(where), timeout_s(timeout)
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        check_machine(places)
+        make_credentials(places, host, name)
+        click.echo(f"certificates by {places.authority}: of the master, and of the operator {name}")
+        make_unit(places, python, address, storage, flags)
+        start(places)
+    except (LocalMasterError, CertificateError) as error:
+        raise CommandError(str(error)) from error
+    except OSError as error:
+        raise CommandError(os_failure(error)) from error
+    click.echo(f"{places.unit.name} answers at {address} after {_answered(places, address, limit_s):.1f} s")
+    known = f"GANGER_MASTER={address} GANGER_TLS={places.operator}"
+    click.echo(f"next: {known} ganger cluster add --authority {places.authority} HOST...")
+
+
+@cluster.command()
+@click.option("--force", is_flag=True, help="Also while it has nodes, or does not answer.")
+@yes_option
+@_master_options
+def delete(force: bool, is_sure: bool, **where: Any) -> None:
+    """Delete the master that `cluster init` made on this machine, with its database, certificates and authority.
+
+    Remove its nodes first, by `cluster remove`. The storage stays: it has the logs and checkpoints of jobs.
+    """
+    from ganger.client import Client
+    from ganger.local_master import LocalMasterError, is_anything_made, remove
+    from ganger.wire.endpoints import EndpointError
+    from ganger.wire.errors import ApiError
+
+    places = _master_places(where)
+    if not is_anything_made(places):
+        raise CommandError("there is nothing on this machine that `cluster init` made", ExitCode.NOT_FOUND)
+    confirm("delete the master of this machine, with all that it knows of jobs and nodes?", is_sure)
+    if not force:
+        try:
+            with Client(str(places.state), patience_s=_ANSWER_S) as client:
+                nodes = [node.name.removeprefix("nodes/") for node in client.list_nodes().nodes]
+        except (EndpointError, ApiError) as error:
+            raise CommandError(f"the master does not answer ({error}): --force deletes it all the same") from error
+        if nodes:
+            raise CommandError(f"it has nodes: `ganger cluster remove {' '.join(nodes)}` first, or --force")
+    try:
+        remove(places)
+    except LocalMasterError as error:
+        raise CommandError(str(error)) from error
+    except OSError as error:
+        raise CommandError(os_failure(error)) from error
+    click.echo("stopped, and what `cluster init` made is gone")
+
+
+def _master_places(where: dict[str, Any]) -> MasterPlaces:
+    from ganger.local_master import MasterPlaces
+
+    return MasterPlaces(**{name: value.absolute() for name, value in where.items() if value})
+
+
+def _answered(places: MasterPlaces, address: str, limit_s: float) -> float:
+    """Wait until the master answers its operator, and return after how many seconds. Raises CommandError."""
+    from ganger.client import Client
+    from ganger.local_master import log_end
+    from ganger.wire.endpoints import Endpoint
+    from ganger.wire.errors import ApiError
+
+    began = time.monotonic()
+    with Client(Endpoint(address, tls=str(places.operator))) as client:
+        while True:
+            try:
+                client.get_cluster()
+            except ApiError as error:
+                if time.monotonic() - began >= limit_s:
+                    why = f"the master does not answer at {address} after {limit_s:g} s: {error}"
+                    raise CommandError(f"{why}; its log ends: {log_end(places)}") from error
+                time.sleep(_LOOK_S)
+            else:
+                return time.monotonic() - began
 
 
 @cluster.command()
