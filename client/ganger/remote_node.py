@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final
 
+from ganger.injob.launcher.namespaces import LINKS
 from ganger.local_master import MADE, SHARED_DIRECTORY
 from ganger.service_unit import DAEMON_UNIT, unit_text
 from ganger.wire.tls import AUTHORITY, CERTIFICATE, KEY
@@ -42,6 +43,20 @@ _MADE_UNIT: Final = "# Made by ganger cluster add."
 _OPEN: Final = "umask 022;"
 _FOREIGN_UNIT: Final = shlex.quote(f"{_UNIT} is there, and `cluster add` did not make it: remove it first")
 _LONGEST: Final = 400
+# Of a daemon's notes: its run directory, and the name of its control groups.
+_FIELDS: Final = (
+    """run=$(sed -n 's/.*"run_directory": *"\\([^"]*\\)".*/\\1/p' {node} 2>/dev/null);"""
+    """ group=$(sed -n 's/.*"cgroup": *"\\(ganger-[0-9a-f]*\\)".*/\\1/p' {node} 2>/dev/null);"""
+)
+# What would go with the next boot: control groups, and directories of all daemons once the last one has gone. Only what
+# is empty can be removed.
+_RUNNING_ONLY: Final = (
+    f' for each in ${{group:+"*/$group*"}} "*/system.slice/{DAEMON_UNIT}"; do'
+    ' find /sys/fs/cgroup -depth -type d -path "$each" -exec rmdir {} + 2>/dev/null; done;'
+    # Another daemon, even an idle one, has its directory in the first, and binds below the second.
+    " rmdir /run/ganger 2>/dev/null"
+    f" && test -d {LINKS} && {{ umount {LINKS} 2>/dev/null; rmdir {LINKS} 2>/dev/null; }};"
+)
 
 
 class RemoteNodeError(Exception):
@@ -199,14 +214,14 @@ class RemoteNode:
         own = shlex.join(f"{places.certificates}/{name}" for name in (AUTHORITY, KEY, CERTIFICATE))
         await self._run(
             "remove what was made",
-            f"rm -f {own} && {{ rmdir {tls} 2>/dev/null || true; }};"
-            f" if test -e {state}/{MADE}; then"
-            f' run=$(sed -n \'s/.*"run_directory": *"\\([^"]*\\)".*/\\1/p\' {state}/node.json 2>/dev/null);'
+            f"failed=0; rm -f {own} || failed=1; rmdir {tls} 2>/dev/null;"
+            f" if test -e {state}/{MADE}; then {_FIELDS.format(node=f'{state}/node.json')}"
             # One that an option of the daemon named may hold more.
-            f' case "$run" in */../*) ;; /run/ganger/*|/dev/shm/ganger*) rm -rf "$run" ;; esac;'
-            f" rm -rf {state}; fi; test ! -e {prefix}/{MADE} || rm -rf {prefix};"
+            ' case "$run" in */../*) ;; /run/ganger/*|/dev/shm/ganger*) rm -rf "$run" ;; esac;'
+            f" rm -rf {state} || failed=1; {_RUNNING_ONLY} fi;"
+            f" test ! -e {prefix}/{MADE} || rm -rf {prefix} || failed=1;"
             f' for above in {above}; do case "$above" in */{SHARED_DIRECTORY}) rmdir "$above" 2>/dev/null;; esac; done;'
-            " true",
+            " exit $failed",
         )
 
     async def write(self, path: str, content: bytes, mode: int) -> None:

@@ -131,7 +131,8 @@ def test_a_machine_becomes_a_node_is_repaired_beside_its_jobs_and_is_removed(ope
 
     operator("cancel", job)
     operator.try_("wait", job)
-    run = json.loads((operator.node / "state" / "node.json").read_text())["run_directory"]
+    notes = json.loads((operator.node / "state" / "node.json").read_text())
+    run = notes["run_directory"]
     daemon, removed = (
         operator.daemon(),
         operator.remove("--authority", operator.ca, "--to", str(operator.authority.issue("master", "m"))),
@@ -139,6 +140,7 @@ def test_a_machine_becomes_a_node_is_repaired_beside_its_jobs_and_is_removed(ope
     assert (removed.returncode, removed.stderr) == (0, ""), removed
     assert start_ticks(daemon) is None
     assert not any(path.exists() for path in (Path(run), operator.node / "state", operator.node / "tls"))
+    assert not [path for path in Path("/sys/fs/cgroup").rglob(notes["cgroup"]) if path.is_dir()]
     assert json.loads(operator("nodes", "--json"))["nodes"] == []
     listed = json.loads(operator("certs", "list", operator.ca, "--json"))
     assert [one["state"] for one in listed if one["role"] == "daemon"] == ["revoked"] * 4
