@@ -12,11 +12,11 @@ GUARDS := class_names function_length import_circles page_width person_words uni
 # Hundreds of programs are started in a run of the tests: each would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test retest explore fuzz chaos postgresql criu adapters check guards docs bench programs gpu anchors protos wire clean
+.PHONY: help setup demo test retest explore fuzz chaos postgresql criu adapters check guards docs bench programs gpu install-check anchors protos wire clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 15
 
 setup: $(STAMP) ## virtual environment with everything, in .venv
 
@@ -103,6 +103,9 @@ gpu: ## what Ganger does on this machine's GPU, as docs/measurements/gpu-NAME (e
 	@$(GPU_VENV)/bin/python -c 'import cuda.bindings.driver' 2>/dev/null || $(if $(WHEELS),PIP_NO_INDEX=1 PIP_FIND_LINKS=$(abspath $(WHEELS))) $(PYTHON) -m pip --python $(GPU_VENV)/bin/python install --quiet --editable '.[gpu]' || echo "without cuda-bindings: nothing of the driver's checkpoint calls" >&2
 	@tools/fetch_criu.sh $(GPU_VENV)/criu $(GPU_VENV)/bin/criu || echo "without CRIU: no images of processes" >&2
 	@$(GPU_VENV)/bin/python -m benchmarks.gpu_page $(if $(QUICK),--quick)
+
+install-check: $(STAMP) ## as root: install and remove on two machines made with systemd-nspawn (three minutes, the first time ten)
+	@$(BIN)/python -m benchmarks.installation
 
 anchors: $(STAMP) ## ganger against the papers' policies on real traces (hours; goes on where it was stopped)
 	@$(BIN)/ganger bench anchors --json

@@ -1,0 +1,1 @@
+"""Installation and removal on machines of their own: `make install-check`."""
