@@ -43,7 +43,10 @@ from benchmarks.postgresql_server import why_no_postgresql
 from benchmarks.report import SAMPLES, BenchReport
 from benchmarks.witnesses import Death, Step, what_counts
 
-POLICIES: Final = ("ganger", "gandiva", "fifo-backfill")
+# Options of the masters by policy: plans and kept places as soon as jobs of some seconds need them.
+_PACES: Final = ("--plan-every", "4s", "--quantum", "3s")
+MASTER_OPTIONS: Final = {"ganger": _PACES, "gandiva": _PACES, "fifo-backfill": ("--keep-place-after", "5s")}
+POLICIES: Final = tuple(MASTER_OPTIONS)
 NODES, GPUS = 2, 4
 SEED: Final = 1
 PART_S, QUICK_PART_S = 405.0, 30.0
@@ -146,8 +149,7 @@ class ChaosPart:
         self._references = references
         self._length_s = seconds
         self._drain_s = QUICK_DRAIN_S if seconds == QUICK_PART_S else DRAIN_S
-        paces = ("--reserve-after", "5s") if policy == "fifo-backfill" else ("--plan-every", "4s", "--quantum", "3s")
-        self._cluster = ChaosCluster(NODES, GPUS, ("--policy", policy, *paces))
+        self._cluster = ChaosCluster(NODES, GPUS, ("--policy", policy, *MASTER_OPTIONS[policy]))
         self._killer = Killer(self._cluster, schedule(seed, seconds, EVERY_S))
         self._stream = JobStream(self._cluster, self._killer, dice)
         self._users = ChaosUsers(self._cluster, self._killer, self._stream, dice)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 from ganger.v1.resources_pb2 import Claim
+from ganger_master.cli import master
 
-from benchmarks.chaos import EVERY_S, LEAST_KILLS, LEAST_S, PART_S, POLICIES, SEED, main
+from benchmarks.chaos import EVERY_S, LEAST_KILLS, LEAST_S, MASTER_OPTIONS, PART_S, POLICIES, SEED, main
 from benchmarks.chaos_plan import (
     KINDS,
     SCRIPT_LINES,
@@ -54,6 +55,12 @@ def test_a_seed_decides_the_schedule_and_every_part_is_a_victim_in_its_share() -
     kills = sum(not event.pause_s for number in range(3) for event in schedule(SEED + number, PART_S, EVERY_S))
     assert kills >= LEAST_KILLS
     assert len(POLICIES) * PART_S >= LEAST_S
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_options_of_each_policy_are_options_of_the_master(policy: str) -> None:
+    known = {name for parameter in master.params for name in parameter.opts}
+    assert {word for word in MASTER_OPTIONS[policy] if word.startswith("--")} <= known
 
 
 def test_jobs_of_all_kinds_come_in_a_crowd_and_fewer_in_a_calm_spell() -> None:
