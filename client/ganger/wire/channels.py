@@ -1,4 +1,5 @@
-"""Channels towards a server, with deadlines, keepalive and bounded messages, and the version of the wire they use.
+"""Channels towards a server, or the one of several masters that leads, with deadlines, keepalive and bounded messages,
+and the version of the wire they use.
 
 A channel carries a token on loopback TCP or a Unix socket, a certificate anywhere. It puts the token and the supported
 versions of the wire on every call, and the method's default deadline on every call without a deadline.
@@ -13,31 +14,32 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import grpc
 import grpc.aio
 
-from ganger.wire.endpoints import Endpoint, check_dial_address, host_of
-from ganger.wire.errors import RequestInvalid, WireVersionUnsupported
-from ganger.wire.methods import CallerRole, deadline_s, retry_service_config, served_name
+from ganger.wire.endpoints import Endpoint, MasterList, check_dial_address, host_of
+from ganger.wire.errors import (
+    ApiError,
+    DeadlineExceeded,
+    LeaseLost,
+    NotLeader,
+    NotReady,
+    RequestInvalid,
+    Unreachable,
+    WireVersionUnsupported,
+    from_rpc_error,
+)
+from ganger.wire.methods import METHODS, CallerRole, deadline_s, retry_service_config, served_name
 
 if TYPE_CHECKING:
     from ganger.agent.v1 import agent_pb2
     from ganger.wire.tls import Renewed
-
-
-import threading
-import time
-from typing import Final
-
-import grpc
-
-from ganger.wire.endpoints import MasterList
-from ganger.wire.errors import ApiError, DeadlineExceeded, LeaseLost, NotLeader, NotReady, Unreachable, from_rpc_error
-from ganger.wire.methods import METHODS
 
 # Raised with the first change of a message after a release; `make wire` records the messages of each version.
 NEWEST_VERSION = 2
@@ -289,10 +291,11 @@ class _MultiCallable:
         return start(request, timeout=self._deadline if timeout is None else timeout, metadata=metadata, **more)
 
 
-# Calls to the one of several masters that leads (`endpoints.MasterList`). A call that a stand-by refused is repeated at
-# the next master. One that may have been carried out (it has no answer, or the master lost its lease meanwhile) is
-# repeated if twice is once; a submission has a request id. That holds for blocking calls; an asynchronous caller
-# connects anew, to the master that it finds then.
+# -- the one of several masters that leads (`endpoints.MasterList`) ----------------------------------------------------
+
+# A call that a stand-by refused is repeated at the next master. One that may have been carried out (it has no answer,
+# or the master lost its lease meanwhile) is repeated only if that changes nothing: a submission has a request id.
+# That holds for blocking calls. An asynchronous caller connects anew, to the master that leads then.
 
 # Between two attempts of a call.
 _PAUSE_S: Final = 0.1
