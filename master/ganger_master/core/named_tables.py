@@ -11,8 +11,14 @@ from typing import Any, Final, TypeVar
 
 # More GPUs than any cluster has; counts of GPUs are 64-bit on the wire.
 MOST_GPUS: Final = 10**9
-_NAME_LIMIT: Final = 63
+# Most letters of a name that an operator gives.
+NAME_LIMIT: Final = 63
 _Made = TypeVar("_Made")
+
+
+def is_plain_name(text: str) -> bool:
+    """Return whether a text can name what an operator makes: letters, digits, '.', '_' and '-', at most 63."""
+    return 0 < len(text) <= NAME_LIMIT and all(sign.isalnum() or sign in "._-" for sign in text)
 
 
 class NamedTable:
@@ -73,7 +79,7 @@ def tables_of(
     wrong: list[str] = []
     found = {}
     for name, values in value.items():
-        if not name or len(name) > _NAME_LIMIT or not all(sign.isalnum() or sign in "._-" for sign in name):
+        if not is_plain_name(name):
             wrong.append(f"{name!r} is no name of a {noun}: use letters, digits, '.', '_' and '-'")
         table = NamedTable(name, values if isinstance(values, Mapping) else {}, wrong)
         if not isinstance(values, Mapping):

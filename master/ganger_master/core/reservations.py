@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from ganger_master.core import ending
 from ganger_master.core.answers import RefusedError
 from ganger_master.core.job_model import Agent, JobRecord, JobSpec
+from ganger_master.core.named_tables import NAME_LIMIT, is_plain_name
 from ganger_master.core.node_model import Reservation
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class ReservationPhase(Enum):
 
 
 def phase_of(reservation: Reservation, now: float) -> ReservationPhase:
+    """Return the phase of a reservation at a time, in Unix seconds."""
     if now >= reservation.end:
         return ReservationPhase.OVER
     if now >= reservation.start:
@@ -73,7 +75,6 @@ def _hold(reservation: Reservation, now: float) -> tuple[str, tuple[str, ...]]:
 _MOST: Final = 1_000
 # Most reservations that an error names.
 _SHOWN: Final = 10
-_NAME_LIMIT: Final = 63
 _TEXT_LIMIT: Final = 1_000
 _USERS_LIMIT: Final = 1_000
 _LONGEST_S: Final = 366 * 86_400.0
@@ -107,7 +108,9 @@ def updated(known: Reservation, update: UpdateReservation) -> Reservation:
 
 
 def check(state: State, reservation: Reservation, now: float, before: Reservation | None = None) -> None:
-    """Raise RefusedError unless a reservation is accepted. before: as it is until then; None for a new one."""
+    """Raise RefusedError unless a reservation can be made, or changed.
+
+    before: what it replaces; None for a new one. now: Unix seconds."""
     wrong = _mistakes(reservation, now)
     if wrong:
         text = "; ".join([f"{path}: {what}" for path, what in wrong])
@@ -136,9 +139,8 @@ def check(state: State, reservation: Reservation, now: float, before: Reservatio
 
 def _mistakes(reservation: Reservation, now: float) -> list[tuple[str, str]]:
     wrong = []
-    named = reservation.name
-    if not named or len(named) > _NAME_LIMIT or not all(sign.isalnum() or sign in "._-" for sign in named):
-        wrong.append(("name", "letters, digits, '.', '_' and '-', at most 63"))
+    if not is_plain_name(reservation.name):
+        wrong.append(("name", f"letters, digits, '.', '_' and '-', at most {NAME_LIMIT}"))
     if not reservation.nodes:
         wrong.append(("nodes", "at least one"))
     # The bounds are tested positively, because NaN is neither more nor less.
@@ -152,14 +154,15 @@ def _mistakes(reservation: Reservation, now: float) -> list[tuple[str, str]]:
         wrong.append(("end_time", "has passed"))
     if not 0.0 <= reservation.lead_s <= _LONGEST_S:
         wrong.append(("lead", "from 0 to a year"))
-    if len(reservation.users) > _USERS_LIMIT or not all(0 < len(user) <= _NAME_LIMIT for user in reservation.users):
-        wrong.append(("users", f"at most {_USERS_LIMIT}, of {_NAME_LIMIT} characters each"))
+    if len(reservation.users) > _USERS_LIMIT or not all(0 < len(user) <= NAME_LIMIT for user in reservation.users):
+        wrong.append(("users", f"at most {_USERS_LIMIT}, of {NAME_LIMIT} characters each"))
     if len(reservation.reason) > _TEXT_LIMIT:
         wrong.append(("reason", f"at most {_TEXT_LIMIT} characters"))
     return wrong
 
 
 def begin(state: State, event: NodesReserved) -> None:
+    """Store a new or changed reservation, and bring its nodes up to date."""
     kind = "reservation_updated" if event.reservation.name in state.reservations else "nodes_reserved"
     state.put_reservation(event.reservation)
     state.history(event.time, "cluster", kind, event.cause, in_words(event.reservation))
@@ -167,12 +170,14 @@ def begin(state: State, event: NodesReserved) -> None:
 
 
 def end(state: State, event: ReservationDeleted) -> None:
+    """Forget a reservation, and bring its nodes up to date."""
     state.forget_reservation(event.name)
     state.history(event.time, "cluster", "reservation_deleted", event.cause, event.name)
     follow(state, event.time, event.cause)
 
 
 def in_words(reservation: Reservation) -> str:
+    """Return "course: 2 nodes for ann, bob (exam)"."""
     purpose = f"for {', '.join(reservation.users)}" if reservation.users else "for maintenance"
     return f"{reservation.name}: {counted(len(reservation.nodes), 'node')} {purpose}" + (
         f" ({reservation.reason})" if reservation.reason else ""
@@ -231,7 +236,7 @@ def next_time(reservations: Iterable[Reservation], now: float) -> float:
 class NodeClosures:
     """Which nodes reservations close to jobs that would start at a time; false if they close none to any job.
 
-    reservations: those of the cluster. now: Unix seconds. The answers hold until the next of them ends."""
+    reservations: those of the cluster. now: Unix seconds. The answers hold until the first reservation ends."""
 
     def __init__(self, reservations: Collection[Reservation], now: float) -> None:
         self._of, self._until = reservations, min([one.end for one in reservations if one.end > now], default=math.inf)
@@ -245,7 +250,7 @@ class NodeClosures:
         return bool(self._reservations)
 
     def are_of(self, reservations: Collection[Reservation], now: float) -> bool:
-        """Return whether these answers are of such reservations, and hold still."""
+        """Return whether the answers are for these reservations, and still hold."""
         return now < self._until and self._of == reservations
 
     def of(self, job: JobRecord, now: float) -> frozenset[str]:
@@ -296,7 +301,8 @@ def reached_by(state: State, job: JobRecord, spec: JobSpec, now: float) -> str:
 
 
 def _end_of_start(job: JobRecord, ran_s: float, now: float) -> float:
-    """Return when a job ends at the latest that goes on at `now`. ran_s: what counts against its limit."""
+    """Return when a job that starts or resumes at `now` ends at the latest. ran_s: seconds that count against its limit
+    already."""
     limit = job.time_limit_s
     return math.inf if limit is None else now + max(0.0, limit - ran_s)
 
@@ -311,8 +317,8 @@ def can_leave(job: JobRecord) -> bool:
 
 
 def may_stay(state: State, job: JobRecord, name: str) -> bool:
-    """Return whether a running job need not leave for a reservation: it ends before by its time limit, or is of a user
-    of the reservation."""
+    """Return whether a running job need not leave for the reservation of this name: its time limit ends it before, or
+    its user is one of the reservation."""
     reservation, ends = state.reservations.get(name), ending.ends_at(state, job)
     if reservation is None:
         return False
