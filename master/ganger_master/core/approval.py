@@ -8,7 +8,6 @@ what only the state has: quotas, shared storage, the users a daemon can switch t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.fit import Company, demand, fit, gang_level
@@ -28,9 +27,6 @@ from ganger_master.core.job_rules import closed_nodes, closed_to_image, forbidde
 from ganger_master.core.kept_places import NOTHING, Protected, kept_by_plan, protected_from, trespass
 from ganger_master.core.state import State
 
-# The capability of a node with the instructions that programs may use there, in words.
-_PROCESSOR: Final = "processor"
-_LACKING_SHOWN = 8
 # Places that the master looks at itself.
 _FEW_PLACES = 4
 # More candidates than this are not judged: the wire allows no more.

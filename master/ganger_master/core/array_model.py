@@ -4,18 +4,23 @@ A rule judges by the records of the members, in any order of calls. A member's r
 reported when it came to rung 0, 1, 2, ... of the rule; None is a value that is no number, and worse than any that is.
 A slow member is not stopped for that: only values of the same rung are compared.
 
-* HALVING, successive halving: of n members that set out, the best n / factor at the first rung continue, of these the
+HALVING, successive halving: of n members that set out, the best n / factor at the first rung continue, of these the
 best 1 / factor at the second, and so on; one at least. Jamieson and Talwalkar, "Non-stochastic best arm identification
 and hyperparameter optimization" (AISTATS 2016), Algorithm 1. There all members wait at a rung for the last one. Here no
 member waits: it is stopped as soon as enough others did better, so every member that the paper would keep is kept. A
-member that runs on before its rung is decided spends only its own devices. * ASHA, asynchronous successive halving:
-judged when it comes to a rung, a member continues if it is among the best 1 / factor of those that have come to it so
-far, itself included. Li et al., "A system for massively parallel hyperparameter tuning" (MLSys 2020), section 3.2, in
-the form that stops instead of promoting, as Ray Tune has it: the first `factor` - 1 to come always continue. * MEDIAN:
-stopped where its best value so far is worse than the median of the others' running means up to the same rung. Golovin
-et al., "Google Vizier: a service for black-box optimization" (KDD 2017), section 3.2.2. There the others are trials
-that have ended; here all that came as far, since the members of an array start together. With fewer than `LEAST_OTHERS`
-of them, no member is stopped. * THRESHOLD: stopped where it is worse than a bound at a rung.
+member that runs on before its rung is decided spends only its own devices.
+
+ASHA, asynchronous successive halving: judged when it comes to a rung, a member continues if it is among the best
+1 / factor of those that have come to it so far, itself included. Li et al., "A system for massively parallel
+hyperparameter tuning" (MLSys 2020), section 3.2, in the form that stops instead of promoting, as Ray Tune has it: the
+first `factor` - 1 to come always continue.
+
+MEDIAN: stopped where its best value so far is worse than the median of the others' running means up to the same rung.
+Golovin et al., "Google Vizier: a service for black-box optimization" (KDD 2017), section 3.2.2. There the others are
+trials that have ended; here all that came as far, since the members of an array start together. With fewer than
+`LEAST_OTHERS` of them, no member is stopped.
+
+THRESHOLD: stopped where it is worse than a bound at a rung.
 """
 
 from __future__ import annotations

@@ -285,7 +285,7 @@ def _empty(state: State, job: JobRecord, gang: Gang, now: float, node: Node) -> 
     if job.epoch != gang.epoch or job.next_epoch or job.ending is not None or not job.capabilities.known:
         return
     if gang.intent is GangIntent.PARK:
-        # A planner knows of no reservation for other users, so it moves nothing away for one.
+        # The planner moves it off a node that drains, but not off one that is reserved for other users.
         if state.policy.migrates and gang.parked_by_plan and not node.reserved_for:
             return
         _to_storage(state, job, gang, now, cause)

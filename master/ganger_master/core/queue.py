@@ -129,10 +129,10 @@ class JobQueue:
     a lack of pieces. resuming: jobs that are parked somewhere, and keep memory there. passed: jobs that were refused or
     passed at a view version, and when: they get no lease until the view changes or time passes. declined: jobs whose
     schedulers left places unused, which keep no room, while they wait or (True) for a locality wish. conflicts: refused
-    tries. blocked: what `approval` found, until a refusal or a conflict comes or goes. kept: the places that are kept
-    for blocked jobs. ranks, ranked_by: the planner's last ranking, and its policy. kept_by_plan: those that the planner
-    keeps for waiting jobs; kept_by_plan_at: when it last reported them. suggested: places at which a plan starts jobs,
-    in its order, until these jobs get a lease.
+    tries. blocked: what `kept_places` found, until a refusal or a conflict comes or goes. kept: the places that are
+    kept for these jobs. ranks, ranked_by: the planner's last ranking, and its policy. kept_by_plan: the places that the
+    planner keeps for waiting jobs; kept_by_plan_at: when it last reported them. suggested: places at which a plan
+    starts jobs, in its order, until these jobs get a lease.
     """
 
     def __init__(self) -> None:

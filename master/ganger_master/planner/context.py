@@ -130,7 +130,7 @@ class PlannerSettings:
     oracle: remaining seconds by job number; only policies that know durations read it.
     capacity: what gangs can have; None: what the view has.
     line_limit: pending jobs of the order that a plan reports at most. Where a plan reports none, events that only
-        change the order need no plan (`order_stage.VainPlans`).
+        change the order need no plan (`PlanStage.is_idle`).
     bounds_waits: no job waits without bound (`orders.with_aging`), whatever the order.
     unplaced_rest_s: seconds for which jobs that fit nowhere are left out, so that the next plans choose others.
     look_s: seconds between two looks at trials of co-locations where jobs are time-sliced; None: the pace decides.
@@ -415,7 +415,7 @@ def parts_of(plan: Plan, most: int = _CHANGES_MOST, most_claims: int = _CLAIMS_M
     """Yield the parts of a plan in the order in which they are proposed; none of an empty plan.
 
     A part has at most `most` changes with `most_claims` claims. A group, whose changes follow each other, is never
-    split; a group larger than that is a part by itself. Findings, curves and kept_places are in the first part, the
+    split; a group larger than that is a part by itself. Findings, curves and kept places are in the first part, the
     line of pending jobs in the last one.
     """
     parts = list(_split(plan.changes, most, most_claims)) or ([] if plan.is_empty else [()])

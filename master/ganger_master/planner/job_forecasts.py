@@ -192,7 +192,8 @@ class PartitionPart:
 
 
 def inside_partition(pairs: Pairs, view: View, partition: str) -> PartitionPart:
-    """Return the part of the cluster that a partition has. Of a gang that is partly outside it has a smaller one."""
+    """Return the part of the cluster that a partition has. A gang that is partly outside counts with its devices
+    inside."""
     found = [(name, topology.partitions) for name, topology in zip(view.nodes, view.topologies, strict=True) if name]
     inside = {name for name, partitions in found if partition in partitions}
     beside = frozenset[str]().union(*[partitions for _, partitions in found if partition in partitions])

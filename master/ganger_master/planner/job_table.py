@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
@@ -36,7 +35,6 @@ _PENDING, _HOLDING, _SUSPENDED = JobState.PENDING, JobState.HOLDING, JobState.SU
 NodeAdmission: TypeAlias = tuple[str, frozenset[str]]
 _NO_NODES: Final = frozenset[str]()
 _ALL_NODES: Final[NodeAdmission] = ("", _NO_NODES)
-_NO_QUOTAS: Final[Mapping[str, int]] = MappingProxyType({})
 _FIRST_ROOM = 64
 _NEVER: Final = math.inf
 # In place of the code of its node: a gang on several nodes, and no gang that is to run.

@@ -89,7 +89,7 @@ class PlannerLoop:
         self._cluster: ClusterChange | None = None
         self._room: CapacityIndex | None = None
         self._is_news = False
-        # The ranking last reported, and when; the kept_places last proposed.
+        # The ranking last reported, and when; the kept places last proposed.
         self._ranking: tuple[int, ...] | None = None
         self._ranking_reported_s = -math.inf
         # The master has none of the curves by cores: it, or this loop, has just begun.
@@ -257,7 +257,8 @@ class PlannerLoop:
         self.table.close(closed)
 
     def _shut_out(self, view: View) -> list[int]:
-        """Return the numbers of pending jobs that closed nodes leave too few GPUs, whatever leaves the others."""
+        """Return the numbers of pending jobs that would find too few GPUs even if all other jobs left: nodes are closed
+        to them."""
         jobs = [job for job in self.table.queue() if job.closed_nodes] if self.table.has_closed_nodes else []
         if not jobs:
             return []
