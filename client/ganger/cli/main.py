@@ -46,7 +46,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "top": ("ganger.cli.top", "top", "Watch nodes and jobs, live."),
     "history": ("ganger.cli.history", "history", "Print what happened to a job, and why."),
     "events": ("ganger.cli.history", "events", "List what happened, event by event."),
-    "cluster": ("ganger.cli.cluster", "cluster", "Make a master, and machines its nodes, by ssh."),
+    "cluster": ("ganger.cli.cluster", "cluster", "Make this machine a master, others its nodes, by ssh."),
     "unit": ("ganger.cli.cluster", "unit", "Print a systemd unit of master or daemon."),
     "doctor": ("ganger.cli.diagnosis", "doctor", "Check this machine and the cluster, and say what to mend."),
     "support-bundle": ("ganger.cli.diagnosis", "support_bundle", "Write what helps others to help, in one file."),
