@@ -26,18 +26,21 @@ log = logging.getLogger(__name__)
 FORMAT_VARIABLE: Final = "GANGER_LOG_FORMAT"
 FORMATS: Final = ("text", "json")
 _FIRST: Final = ("time", "level", "program", "event", "logger")
-# Libraries that say at INFO what every start does.
+# Libraries that log at INFO what happens at every start.
 _NOISY: Final = ("alembic", "asyncio", "grpc")
 
 
 def set_up_log(program: str, level: str = "info", stream: TextIO | None = None) -> None:
-    """Write all log lines of this process to standard error, or to `stream`. `level`: debug, info, warning or error."""
+    """Write all log lines of this process to standard error, or to `stream`.
+
+    program: its name in each line. level: debug, info, warning or error. GANGER_LOG_FORMAT names the format; text is
+    used, with a warning, in place of one that does not exist."""
     form = os.environ.get(FORMAT_VARIABLE) or FORMATS[0]
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_formatter(program, form))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     if form not in FORMATS:
-        log.warning("no such format of the log", extra={FORMAT_VARIABLE: form, "use": " or ".join(FORMATS)})
+        log.warning("unknown log format", extra={FORMAT_VARIABLE: form, "use": " or ".join(FORMATS)})
     for noisy in _NOISY:
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
@@ -66,7 +69,7 @@ def _text_renderer(make: Callable[..., Any]) -> Processor:
     to_line = make(key_order=_FIRST, drop_missing=True, bool_as_flag=False)
 
     def render(logger: Any, name: str, fields: EventDict) -> str:
-        # Of a traceback people read the lines. No value may command the terminal that shows the log.
+        # People read a traceback line by line. No value may send control codes to the terminal that shows the log.
         traceback = fields.pop("exception", "")
         shown = {key: visible(str(value)) for key, value in fields.items()}
         return str(to_line(logger, name, shown)) + (f"\n{visible(traceback, lines=True)}" if traceback else "")

@@ -1,8 +1,8 @@
 """Traces by OpenTelemetry: one trace for each job, from its submission to its first step, from all programs.
 
 The identifier of a trace is the job's `uid`, and that of a span follows from the job and the span's name, so programs
-need no context from each other. Traces are sent where OpenTelemetry's own variables say (OTEL_EXPORTER_OTLP_ENDPOINT
-and so on), and not without them. OpenTelemetry's packages come with `ganger[tracing]`.
+need no context from each other. OpenTelemetry's own variables (OTEL_EXPORTER_OTLP_ENDPOINT and others) name the
+collector; without them nothing is sent. OpenTelemetry's packages come with `ganger[tracing]`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def start_of_gang(epoch: int) -> str:
 
 
 class JobTracer:
-    """Sends the spans of one program, or none. `send`: takes a span that has ended; `is_sampled`: whether spans of a
-    trace with this identifier are sent; `resource`: what OpenTelemetry says of the program."""
+    """Sends the spans of one program. `send`: takes a span that has ended; None: no span is sent. `is_sampled`: whether
+    spans of a trace with this identifier are sent; `resource`: OpenTelemetry's attributes of the program."""
 
     def __init__(
         self,
@@ -47,6 +47,7 @@ class JobTracer:
 
     @property
     def is_on(self) -> bool:
+        """Return whether spans are sent at all."""
         return self._send is not None
 
     def add(
@@ -60,8 +61,10 @@ class JobTracer:
         error: str = "",
         attributes: Mapping[str, str | int | float] | None = None,
     ) -> None:
-        """Send a span of a job: `begin_s`, `end_s` in seconds since 1970; `parent`: the name of the span that contains
-        it; `error`: why it ended without what it was for."""
+        """Send a span of a job.
+
+        uid: of the job. begin_s, end_s: Unix seconds. parent: the name of the span that contains it; without meaning
+        for `ROOT`. error: why the start failed; empty if it did not."""
         if self._send is None:
             return
         from opentelemetry.sdk.trace import ReadableSpan
@@ -92,9 +95,11 @@ _made: JobTracer | None = None
 
 
 def set_up_tracing(program: str) -> None:
-    """Make the tracer of this process. It sends where OpenTelemetry's variables say. Without them, and without
-    OpenTelemetry's packages or with variables that it cannot read, which the log says, it sends nothing: a trace is a
-    help, and no program stops for it."""
+    """Make the tracer of this process, named `program`. It sends spans to the collector that OpenTelemetry's variables
+    name.
+
+    Without these variables it sends nothing. Without OpenTelemetry's packages, or with variables that it cannot read,
+    it sends nothing and logs a warning: traces are optional, and no program stops for them."""
     global _made
     _made = JobTracer()
     if not any(map(os.environ.get, _ENDPOINTS)) or os.environ.get("OTEL_TRACES_EXPORTER") == "none":
@@ -144,7 +149,7 @@ def _exporter() -> SpanExporter:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
         return OTLPSpanExporter()
-    raise ValueError(f"protocol {protocol}: only grpc is spoken here")
+    raise ValueError(f"protocol {protocol}: Ganger sends traces by grpc only")
 
 
 def _span_id(uid: str, name: str) -> int:

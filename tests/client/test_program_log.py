@@ -75,7 +75,7 @@ def test_a_format_that_there_is_not_is_named_and_lines_are_text(monkeypatch: pyt
     stream = written("xml", monkeypatch)
     fields = read_line(stream.getvalue())
     assert (fields["event"], fields[FORMAT_VARIABLE], fields["use"]) == (
-        "no such format of the log",
+        "unknown log format",
         "xml",
         "text or json",
     )

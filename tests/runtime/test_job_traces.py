@@ -26,7 +26,7 @@ def spans_of(*entries: tuple[str, dict[str, str]]) -> list[tuple[str, float, flo
     traces = JobTraces(JobTracer(found.append))
     job = JobRecord(7, UID, "ann", JobSpec(("train",), (Role("worker", 1, TaskShape(1)),)), 10.0)
     for place, (kind, figures) in enumerate(entries, 1):
-        traces.happened([HistoryRow(place, place * 10.0, "jobs/7", kind, "user:ann", "why", figures)], {7: job})
+        traces.follow([HistoryRow(place, place * 10.0, "jobs/7", kind, "user:ann", "why", figures)], {7: job})
     return [(span.name, span.start_time / 1e9, span.end_time / 1e9, span.status.description or "") for span in found]
 
 
@@ -70,5 +70,5 @@ def test_the_start_of_a_job_is_one_trace(entries: Any, spans: list[tuple[str, fl
 
 def test_without_a_collector_nothing_is_kept() -> None:
     traces = JobTraces(JobTracer())
-    traces.happened([HistoryRow(1, 1.0, "jobs/7", "job_submitted", "user:ann")], {})
+    traces.follow([HistoryRow(1, 1.0, "jobs/7", "job_submitted", "user:ann")], {})
     assert not traces._starts

@@ -1,4 +1,4 @@
-"""Spans of the master in the traces of jobs (`ganger.tracing`): from what is durable, as it is let out."""
+"""Spans of the master in the traces of jobs (`ganger.tracing`), made from durable entries of the history."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _ENDS: Final = frozenset({"job_failed", "job_cancelled", "job_stopped", "attempt
 
 
 class JobStart(msgspec.Struct):
-    """Times in seconds since 1970. `submitted_s` is None once the root span was sent."""
+    """The start of a job that is under way. `submitted_s`: None once the root span was sent; `epoch`: of its last gang;
+    `approved_s`: when that was approved; zero: there is none yet. Times are Unix seconds."""
 
     submitted_s: float | None
     epoch: int = 0
@@ -24,22 +25,23 @@ class JobStart(msgspec.Struct):
 
 
 class JobTraces:
-    """The starts of jobs that are under way. What a former master began has no span: a trace is a help, no record."""
+    """The starts of jobs that are under way. A start that began under a former master has no span: traces are
+    optional, and the history is the record."""
 
     def __init__(self, tracer: JobTracer) -> None:
         self._tracer = tracer
         self._starts: dict[str, JobStart] = {}
 
-    def happened(self, history: Sequence[HistoryRow], jobs: Mapping[int, JobRecord]) -> None:
+    def follow(self, history: Sequence[HistoryRow], jobs: Mapping[int, JobRecord]) -> None:
         """Send the spans that end with durable entries. `jobs`: all jobs, with these entries."""
         if not self._tracer.is_on:
             return
         for entry in history:
             kind, _, number = entry.subject.partition("/")
             if kind == "jobs" and (job := jobs.get(int(number))) is not None:
-                self._follow(entry, job)
+                self._follow_entry(entry, job)
 
-    def _follow(self, entry: HistoryRow, job: JobRecord) -> None:
+    def _follow_entry(self, entry: HistoryRow, job: JobRecord) -> None:
         if entry.kind == "job_submitted":
             self._starts[entry.subject] = JobStart(entry.time)
         elif entry.kind == "gang_approved":

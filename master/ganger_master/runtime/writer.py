@@ -379,7 +379,7 @@ class Writer:
         if sealed.turns:
             self._give(sealed.turns)
         self.meter.happened(sealed.effects.history)
-        self._traces.happened(sealed.effects.history, self.committed.jobs)
+        self._traces.follow(sealed.effects.history, self.committed.jobs)
         if sealed.effects.wake_at is not None:
             self._set_alarm(sealed.effects.wake_at)
 
