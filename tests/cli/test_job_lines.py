@@ -45,7 +45,7 @@ def test_what_keeps_a_job_from_getting_on_stands_beside_its_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "park_time", "kept", "text"),
+    ("state", "park_time", "refusal", "text"),
     [
         ("HOLDING", 0, "", "has not used its GPUs for 40m"),
         ("HOLDING", 9_000, "", "has not used its GPUs for 40m, is suspended in 1h 50m"),
@@ -61,12 +61,12 @@ def test_what_keeps_a_job_from_getting_on_stands_beside_its_place() -> None:
     ],
 )
 def test_a_job_that_does_not_use_its_gpus_shows_since_when_and_what_follows(
-    state: str, park_time: int, kept: str, text: str
+    state: str, park_time: int, refusal: str, text: str
 ) -> None:
     job = job_pb2.Job(state=job_pb2.Job.State.Value(f"STATE_{state}"))
     assert job_table.idle_text(job) == ""
     job.gang.idle.since.FromSeconds(0)
-    job.gang.idle.kept = kept
+    job.gang.idle.park_refusal = refusal
     if park_time:
         job.gang.idle.park_time.FromSeconds(park_time)
     found = job_table.idle_text(job, now=2_400.0)

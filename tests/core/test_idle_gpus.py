@@ -64,7 +64,7 @@ def texts(drive: Drive, number: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "can", "preemptible", "parked_after", "kept"),
+    ("settings", "can", "preemptible", "parked_after", "refusal"),
     [
         (PARKS, ANYWHERE, True, 300.0, ""),
         (dataclasses.replace(PARKS, idle_park_s=None), ANYWHERE, True, None, ""),
@@ -75,7 +75,7 @@ def texts(drive: Drive, number: int) -> list[str]:
     ],
 )
 def test_a_job_that_uses_no_gpu_is_parked_only_if_the_settings_and_the_job_allow_it(
-    settings: CoreSettings, can: Capabilities, preemptible: bool, parked_after: float | None, kept: str
+    settings: CoreSettings, can: Capabilities, preemptible: bool, parked_after: float | None, refusal: str
 ) -> None:
     drive = Drive(settings=settings)
     number = drive.submit(replace(job_of(1), preemptible=preemptible))
@@ -86,14 +86,14 @@ def test_a_job_that_uses_no_gpu_is_parked_only_if_the_settings_and_the_job_allow
     assert idle is not None
     assert idle.since == pytest.approx(drive.now - 100.0), "the daemon has waited for so long"
     assert idle.park_time == pytest.approx(0.0 if parked_after is None else idle.since + parked_after)
-    assert kept in idle.kept
-    assert bool(idle.kept) == bool(kept)
+    assert refusal in idle.park_refusal
+    assert bool(idle.park_refusal) == bool(refusal)
     wait(drive, 1_000.0)
     assert (drive.job(number).state is JobState.SUSPENDED) == (parked_after is not None)
     assert kinds(drive, number) == ["gpus_idle"]
 
 
-def test_a_job_is_warned_parked_at_offload_and_goes_on_when_it_is_resumed() -> None:
+def test_a_job_is_warned_parked_at_offload_and_continues_when_it_is_resumed() -> None:
     drive = Drive(settings=PARKS)
     number = running(drive)
     report(drive, number, True)
@@ -105,7 +105,7 @@ def test_a_job_is_warned_parked_at_offload_and_goes_on_when_it_is_resumed() -> N
     assert (drive.job(number).state, gang.park_level) == (JobState.SUSPENDED, SuspendLevel.OFFLOAD)
     drive.seen(number, gang.epoch, ObservedPhase.PARKED)
     assert drive.state.view.row("n1").free_mask == 0b1111, "its GPU is free for other jobs"
-    assert gang_of(drive, number).idle is not None, "why it rests is still shown"
+    assert gang_of(drive, number).idle is not None, "why it is suspended is still shown"
     drive.step(ResumeJob(number))
     assert isinstance(drive.request(number, gang_of(drive, number).claims), Approved)
     assert gang_of(drive, number).idle is None

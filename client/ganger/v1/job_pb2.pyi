@@ -630,8 +630,8 @@ class IdleDevices(google.protobuf.message.Message):
 
     SINCE_FIELD_NUMBER: builtins.int
     PARK_TIME_FIELD_NUMBER: builtins.int
-    KEPT_FIELD_NUMBER: builtins.int
-    kept: builtins.str
+    PARK_REFUSAL_FIELD_NUMBER: builtins.int
+    park_refusal: builtins.str
     """Why the gang is not parked although the settings say so; empty otherwise."""
     @property
     def since(self) -> google.protobuf.timestamp_pb2.Timestamp:
@@ -646,11 +646,11 @@ class IdleDevices(google.protobuf.message.Message):
         *,
         since: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         park_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
-        kept: builtins.str = ...,
+        park_refusal: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["park_time", b"park_time", "since", b"since"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["kept", b"kept", "park_time", b"park_time", "since", b"since"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["park_refusal", b"park_refusal", "park_time", b"park_time", "since", b"since"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___IdleDevices: typing_extensions.TypeAlias = IdleDevices

@@ -118,18 +118,19 @@ class Piece(Struct, frozen=True, gc=False, omit_defaults=True):
     last_step_time: float = 0.0
     first_step_time: float = 0.0
     # When its processes were first reported, and since when they use no device, by the master's clock; zero for the
-    # latter: they use one, or rest.
+    # latter: they use one, or are suspended.
     launch_time: float = 0.0
     idle_since: float = 0.0
 
 
 class Idleness(Struct, frozen=True, gc=False, omit_defaults=True):
     """That a gang does not use the devices that it holds. `since`: at the latest, in Unix seconds; `park_time`: when it
-    is, or was, parked for it, zero: not at all; `kept`: why it is not, although the settings say so."""
+    is, or was, parked for it, zero: not at all; `park_refusal`: why it is not, although the
+    settings have a time; empty otherwise."""
 
     since: float
     park_time: float = 0.0
-    kept: str = ""
+    park_refusal: str = ""
 
 
 class Restore(Struct, frozen=True, gc=False, omit_defaults=True):

@@ -2,8 +2,8 @@
 
 Daemons report a part of a gang that has made no step and used no device for the time in its desired state. A gang is
 idle while all its parts with devices are. After a longer time it is parked at OFFLOAD, as by its user's `suspend`, and
-stays suspended until it is resumed. Only a job that can be stopped wherever it is is parked: one that stops at
-boundaries reaches none, and the order would end in killing it.
+stays suspended until it is resumed. Only jobs that can be stopped at any point are parked. A job that stops only at
+boundaries reaches none without a step, and the order would end in killing it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ CAUSE: Final = "idle"
 
 
 def piece_idle_since(state: State, gang: Gang, piece: Piece, observed: ObservedGang, now: float) -> float:
-    """Return since when a part uses none of its devices, in Unix seconds; zero: it uses one, rests or starts.
+    """Return since when a part uses none of its devices, in Unix seconds; zero: it uses one, is suspended or starts.
 
-    `piece`: as it was before the report."""
+    piece: as it was before the report. now: Unix seconds."""
     after_s = state.settings.idle_after_s(state.jobs[gang.job].partition.name)
     if not observed.devices_idle or observed.phase is not ObservedPhase.RUNNING or not after_s:
         return 0.0
@@ -40,8 +40,8 @@ def piece_idle_since(state: State, gang: Gang, piece: Piece, observed: ObservedG
 
 
 def noted(state: State, gang: Gang, now: float) -> Gang:
-    """Return a gang after a report on one of its parts, with whether it is idle. A change is recorded in the history of
-    its job."""
+    """Return a gang after a report on one of its parts, with `Gang.idle` renewed. A change of that is recorded in the
+    history of its job. now: Unix seconds."""
     if gang.intent is not GangIntent.RUN or gang.role is not GangRole.ACTIVE:
         return gang
     job, before, idle = state.jobs[gang.job], gang.idle, _idleness(state, gang)
@@ -54,7 +54,7 @@ def noted(state: State, gang: Gang, now: float) -> Gang:
         figures = {"idle_s": f"{now - idle.since:.0f}", "gpus": str(gang.devices)}
         if idle.park_time:
             figures["parked_in_s"] = f"{max(0.0, idle.park_time - now):.0f}"
-        state.history(now, job, "gpus_idle", cause, idle.kept, **figures)
+        state.history(now, job, "gpus_idle", cause, idle.park_refusal, **figures)
     return replace(gang, idle=idle)
 
 
@@ -66,11 +66,11 @@ def _idleness(state: State, gang: Gang) -> Idleness | None:
     park_s = state.settings.idle_times_s(job.partition.name)[1]
     if park_s == math.inf:
         return Idleness(since)
-    kept = why_kept(state, job, gang)
-    return Idleness(since, kept=kept) if kept else Idleness(since, since + park_s)
+    refusal = park_refusal(state, job, gang)
+    return Idleness(since, park_refusal=refusal) if refusal else Idleness(since, since + park_s)
 
 
-def why_kept(state: State, job: JobRecord, gang: Gang) -> str:
+def park_refusal(state: State, job: JobRecord, gang: Gang) -> str:
     """Return why a gang that does not use its devices is not parked for that; empty if it can be."""
     if not job.preemptible:
         return "it may not be preempted"
@@ -93,7 +93,7 @@ def park_times(state: State) -> Iterator[float]:
 
 
 def follow(state: State, now: float) -> None:
-    """Park the gangs that have not used their devices for long enough."""
+    """Park the gangs whose time to be parked has come, in Unix seconds."""
     for epoch in list(state.gangs.idle):
         gang = state.gangs[epoch]
         idle = gang.idle
@@ -102,9 +102,9 @@ def follow(state: State, now: float) -> None:
         job = state.jobs[gang.job]
         if job.state is not JobState.HOLDING or job.ending is not None or job.epoch != epoch:
             state.put_gang(replace(gang, idle=replace(idle, park_time=0.0)))
-        elif kept := why_kept(state, job, gang):
-            state.put_gang(replace(gang, idle=replace(idle, park_time=0.0, kept=kept)))
-            state.history(now, job, "gpus_idle", CAUSE, kept, idle_s=f"{now - idle.since:.0f}", gpus=gang.devices)
+        elif refusal := park_refusal(state, job, gang):
+            state.put_gang(replace(gang, idle=replace(idle, park_time=0.0, park_refusal=refusal)))
+            state.history(now, job, "gpus_idle", CAUSE, refusal, idle_s=f"{now - idle.since:.0f}", gpus=gang.devices)
         else:
             purpose = Purpose(Goal.IDLE, detail=f"for {format_duration(now - idle.since)}")
             event = JobSuspended(now, CAUSE, job.number, SuspendLevel.OFFLOAD, purpose=purpose)

@@ -409,7 +409,7 @@ def gang_to_wire(
         else job_pb2.IdleDevices(
             since=times.timestamp(idle.since),
             park_time=times.timestamp(idle.park_time) if idle.park_time else None,
-            kept=idle.kept,
+            park_refusal=idle.park_refusal,
         ),
     )
 

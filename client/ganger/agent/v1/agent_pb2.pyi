@@ -954,7 +954,7 @@ class ObservedGang(google.protobuf.message.Message):
     """
     devices_idle: builtins.bool
     """For at least `DesiredGang.idle_after` no local rank has made a step or evaluated a mini-batch, and none of its
-    processes here has used a device. Time in which it starts, rests, saves or restores does not count.
+    processes here has used a device. Time in which it starts, saves, restores or is suspended does not count.
     """
     @property
     def order(self) -> Global___OrderKey:
