@@ -422,7 +422,7 @@ def tail(path: Path, lines: int = 15, after: int = 0) -> str:
 def last_error(path: Path) -> str:
     """Return the last error in the log of a program; empty if there is none."""
     for line in reversed(tail(path, lines=100).splitlines()):
-        # Of what it runs, or of Python's, there may be other lines.
+        # The log may have lines of Python, and of programs that it runs, too.
         fields = read_line(line.strip())
         if fields.get("level") == "error":
             return str(fields.get("error") or fields["event"])

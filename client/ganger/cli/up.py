@@ -140,7 +140,7 @@ def _supervise(settings: cluster.LocalClusterSettings, cancel_jobs: bool) -> Non
         address = cluster.wait_until_ready(settings, check, _READY_S)
         click.echo(_welcome(settings, address))
         sys.stdout.flush()
-        # Last: `ganger up --detach` prints then what this one has printed.
+        # After the output: `ganger up --detach` prints that as soon as it finds this one ready.
         supervisor.announce_ready()
         while not stop.wait(_WATCH_S):
             supervisor.restart_dead()

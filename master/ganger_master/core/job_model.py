@@ -349,7 +349,8 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED
     updates: tuple[Updated, ...] = ()
     # What follows from the partition that it is in.
     partition: PartitionTerms = NO_TERMS
-    # Nodes that its next gang may not use, as a planner has it; the master asks where it judges, and stores none.
+    # Nodes that its next gang may not use. Only a planner sets it: the master finds them where it judges, and stores
+    # none.
     closed_nodes: frozenset[str] = frozenset()
 
     @property

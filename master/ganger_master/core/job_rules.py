@@ -103,9 +103,9 @@ def may_never_start(state: State, job: JobRecord) -> Refusal | None:
 def _holders(state: State, job: JobRecord, owner: Owner) -> str:
     """Name the jobs that hold most of the share of an owner of a job: "jobs/3 (4), jobs/1 (2), 5 more jobs"."""
     shares = state.jobs.shares
-    told = [f"jobs/{number} ({devices})" for number, devices in shares.largest(owner, _HOLDERS_SHOWN, job.number)]
-    more = shares.jobs_of(owner) - bool(shares.of(job.number)) - len(told)
-    return ", ".join([*told, counted(more, "more job")] if more else told)
+    named = [f"jobs/{number} ({devices})" for number, devices in shares.largest(owner, _HOLDERS_SHOWN, job.number)]
+    more = shares.jobs_of(owner) - bool(shares.of(job.number)) - len(named)
+    return ", ".join([*named, counted(more, "more job")] if more else named)
 
 
 # -- of a node ---------------------------------------------------------------------------------------------------------
@@ -192,8 +192,8 @@ def _closed(state: State, job: JobRecord, node: str, reason: Reason) -> Refusal:
         return Refusal(reason, node=node, detail=f"{reason.meaning} ({state.nodes[node].reservation})")
     if reason is not Reason.LAUNCH_FAILED:
         return Refusal(reason, node=node, job=job.name)
-    said = ending.visible_to(state.jobs, state.nodes[node].launch_failure, job.user)
-    detail = f"{reason.meaning}: {said}; it waits for another node, or for `ganger uncordon {node}`"
+    failure = ending.visible_to(state.jobs, state.nodes[node].launch_failure, job.user)
+    detail = f"{reason.meaning}: {failure}; it waits for another node, or for `ganger uncordon {node}`"
     return Refusal(reason, node=node, detail=detail)
 
 

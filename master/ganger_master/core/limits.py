@@ -79,7 +79,7 @@ class Limits:
         return tuple(owners)
 
     def less(self, owners: Sequence[Owner], devices: int) -> Limits:
-        """Return the limits that are left once jobs of these owners hold so many more devices."""
+        """Return what is left of the limits once jobs of these owners hold so many more devices."""
         known = {owner: limit for owner in owners if (limit := self.of(owner)) is not None}
         left = {owner: max(0, limit - devices) for owner, limit in known.items()}
         return Limits({**self.by_owner, **left}, self.per_job)
@@ -98,7 +98,7 @@ def limits_of(
     teams: Mapping[str, Team] = _NO_TEAMS,
     partitions: Mapping[str, Partition] = _NO_PARTITIONS,
 ) -> Limits:
-    """Return the limits of users (`by_user`), and those of teams and partitions by name."""
+    """Return the limits of a cluster. quotas: devices by user, as of `by_user`; teams, partitions: by name."""
     found: dict[Owner, int | None] = {Owner(user): gpus for user, gpus in quotas.items()}
     found.update({Owner(team=name): team.gpus for name, team in teams.items()})
     for name, one in partitions.items():
@@ -109,7 +109,7 @@ def limits_of(
 
 
 class Shares:
-    """Devices by owner of a limit, of jobs that are charged for them."""
+    """Devices that jobs hold, by the owners of limits: each job is charged to all of its owners."""
 
     def __init__(self) -> None:
         self.held: dict[Owner, int] = {}
@@ -118,7 +118,7 @@ class Shares:
         self._jobs_of: dict[Owner, set[int]] = {}
 
     def charge(self, number: int, owners: tuple[Owner, ...], devices: int) -> None:
-        """The job of these owners holds so many from now on; none releases it."""
+        """Charge a job of these owners for so many devices from now on, in place of those before; zero: for none."""
         former, was = self._charged.pop(number, ((), 0))
         for owner in former:
             self._add(owner, -was)
@@ -132,11 +132,11 @@ class Shares:
                 self._add(owner, devices)
 
     def of(self, number: int) -> int:
-        """What a job is charged for."""
+        """Return the devices that a job is charged for."""
         return self._charged.get(number, ((), 0))[1]
 
     def beside(self, number: int, owner: Owner) -> int:
-        """What the owner's jobs hold, one left out."""
+        """Return the devices that the owner's jobs hold, without those of one job."""
         owners, own = self._charged.get(number, ((), 0))
         return self.held.get(owner, 0) - (own if owner in owners else 0)
 
@@ -174,8 +174,8 @@ def beyond(limits: Limits, owners: Sequence[Owner], gpus: int) -> tuple[Owner, R
 
 
 def full(owner: Owner, gpus: int, held: int, limit: int, holders: str) -> Refusal:
-    """Return the refusal of a job that needs so many GPUs beside those that an owner holds. holders: the jobs that hold
-    them, as text."""
+    """Return the refusal of a job that needs `gpus` while other jobs of an owner hold `held` of its limit. holders:
+    these jobs, as text."""
     detail = f"{owner} holds {held} of the {counted(limit, 'GPU')} of its {_kind(owner)}: {holders}"
     return Refusal(_reason(owner), {"needed": gpus, "held": held, "limit": limit}, detail=detail)
 

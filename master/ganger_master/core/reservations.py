@@ -1,8 +1,8 @@
 """Reservations: nodes that an operator keeps for some users, or for maintenance, for a time.
 
 Before a reservation begins its nodes are emptied as drained ones are, by moves. While it lasts they take gangs of its
-users only, or none. Then they are as before. A node says what it is reserved for (`Node.reservation`, `reserved_for`),
-which follows from the reservations and the clock (`follow`).
+users only, or none. Then they are as before. What a node is reserved for (`Node.reservation`, `reserved_for`) follows
+from the reservations and the clock (`follow`).
 
 Until then a job may start on such a node if it would end before by its time limit, or if it can be stopped or moved.
 """
