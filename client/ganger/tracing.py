@@ -11,6 +11,7 @@ import atexit
 import hashlib
 import logging
 import os
+import threading
 import uuid
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 ROOT: Final = "start of a job"
 _ENDPOINTS: Final = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 # Longest wait at the end of a program for spans that were not sent yet.
-_LAST_WAIT_MS: Final = 2_000
+_LAST_WAIT_S: Final = 2.0
 
 
 def start_of_gang(epoch: int) -> str:
@@ -64,15 +65,12 @@ class JobTracer:
         """Send a span of a job.
 
         uid: of the job. begin_s, end_s: Unix seconds. parent: the name of the span that contains it; without meaning
-        for `ROOT`. error: why the start failed; empty if it did not."""
-        if self._send is None:
+        for `ROOT`. error: why the start failed; empty if it did not. A job whose `uid`
+        is no UUID has no trace."""
+        if self._send is None or (trace := _trace_id(uid)) is None or not self._is_sampled(trace):
             return
         from opentelemetry.sdk.trace import ReadableSpan
         from opentelemetry.trace import SpanContext, Status, StatusCode, TraceFlags
-
-        trace = uuid.UUID(uid).int
-        if not self._is_sampled(trace):
-            return
 
         def context(of: str) -> SpanContext:
             return SpanContext(trace, _span_id(uid, of), is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
@@ -133,7 +131,10 @@ def _tracer_of_sdk(program: str) -> JobTracer:
     processor = BatchSpanProcessor(_exporter())
 
     def finish() -> None:
-        processor.force_flush(_LAST_WAIT_MS)
+        # In a thread, because the processor waits for a collector that does not answer, whatever time it is given.
+        last = threading.Thread(target=processor.force_flush, daemon=True)
+        last.start()
+        last.join(_LAST_WAIT_S)
 
     atexit.register(finish)
     return JobTracer(
@@ -150,6 +151,13 @@ def _exporter() -> SpanExporter:
 
         return OTLPSpanExporter()
     raise ValueError(f"protocol {protocol}: Ganger sends traces by grpc only")
+
+
+def _trace_id(uid: str) -> int | None:
+    try:
+        return uuid.UUID(uid).int or None
+    except ValueError:
+        return None
 
 
 def _span_id(uid: str, name: str) -> int:

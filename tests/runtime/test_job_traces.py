@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from ganger.cluster.resources import Role, TaskShape
+from ganger.job_state import JobState
 from ganger.tracing import ROOT, JobTracer
 from ganger_master.core.events import HistoryRow
 from ganger_master.core.job_model import JobRecord, JobSpec
@@ -18,6 +19,7 @@ UID = str(uuid.uuid4())
 SUBMITTED = ("job_submitted", {})
 FIRST, SECOND = ("gang_approved", {"epoch": "1", "waited_s": "1"}), ("gang_approved", {"epoch": "2", "waited_s": "2"})
 RUNNING, FAILED, ENDED = ("gang_running", {}), ("attempt_failed", {}), ("job_failed", {})
+SUCCEEDED = ("job_succeeded", {})
 
 
 def spans_of(*entries: tuple[str, dict[str, str]]) -> list[tuple[str, float, float, str]]:
@@ -48,6 +50,11 @@ def spans_of(*entries: tuple[str, dict[str, str]]) -> list[tuple[str, float, flo
             ],
         ),
         ((SUBMITTED, ENDED), [(ROOT, 10, 20, "why")]),
+        # A script that ends before a step of it was seen.
+        (
+            (SUBMITTED, FIRST, SUCCEEDED),
+            [("wait for gang 1", 19, 20, ""), ("start of gang 1", 20, 30, ""), (ROOT, 10, 30, "")],
+        ),
         # Later starts of a job that has made a step once.
         (
             (SUBMITTED, FIRST, RUNNING, SECOND, RUNNING, ENDED),
@@ -71,4 +78,24 @@ def test_the_start_of_a_job_is_one_trace(entries: Any, spans: list[tuple[str, fl
 def test_without_a_collector_nothing_is_kept() -> None:
     traces = JobTraces(JobTracer())
     traces.follow([HistoryRow(1, 1.0, "jobs/7", "job_submitted", "user:ann")], {})
+    assert not traces._starts
+
+
+def test_a_job_without_a_uuid_has_no_trace_and_does_no_harm() -> None:
+    found: list[Any] = []
+    for uid in ("uid-7", "", str(uuid.UUID(int=0))):
+        JobTracer(found.append).add(uid, ROOT, 1.0, 2.0)
+    assert found == []
+
+
+@pytest.mark.parametrize("state", [state for state in JobState if state.is_finished])
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_nothing_is_kept_of_a_job_that_has_ended(state: JobState, is_kept: bool) -> None:
+    traces = JobTraces(JobTracer([].append))
+    job = JobRecord(7, UID, "ann", JobSpec(("train",), (Role("worker", 1, TaskShape(1)),)), 10.0)
+    kinds = ("job_submitted", "gang_approved", f"job_{state.lower()}")
+    rows = [HistoryRow(n, n, "jobs/7", kind, "", "", {"epoch": "1"}) for n, kind in enumerate(kinds, 1)]
+    traces.happened(rows[:2], {7: job})
+    assert traces._starts
+    traces.happened(rows[2:], {7: job} if is_kept else {})
     assert not traces._starts

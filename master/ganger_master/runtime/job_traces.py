@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 import msgspec
+from ganger.job_state import JobState
 from ganger.tracing import ROOT, JobTracer, start_of_gang
 
 from ganger_master.core.events import HistoryRow
 from ganger_master.core.job_model import JobRecord
 
-# Entries after which a job, or a gang of it, makes no first step.
-_ENDS: Final = frozenset({"job_failed", "job_cancelled", "job_stopped", "attempt_failed"})
+# Entries after which a job, or a gang of it, makes no first step. A script may succeed before a step of it is seen.
+_ENDS: Final = frozenset({*[f"job_{state.lower()}" for state in JobState if state.is_finished], "attempt_failed"})
+_SUCCEEDED: Final = f"job_{JobState.SUCCEEDED.lower()}"
 
 
 class JobStart(msgspec.Struct):
@@ -38,8 +40,12 @@ class JobTraces:
             return
         for entry in history:
             kind, _, number = entry.subject.partition("/")
-            if kind == "jobs" and (job := jobs.get(int(number))) is not None:
+            if kind != "jobs":
+                continue
+            if (job := jobs.get(int(number))) is not None:
                 self._follow_entry(entry, job)
+            else:
+                self._starts.pop(entry.subject, None)
 
     def _follow_entry(self, entry: HistoryRow, job: JobRecord) -> None:
         if entry.kind == "job_submitted":
@@ -56,7 +62,7 @@ class JobTraces:
         start = self._starts.pop(entry.subject, None)
         if start is None:
             return
-        error = "" if entry.kind == "gang_running" else entry.message or entry.kind
+        error = "" if entry.kind in ("gang_running", _SUCCEEDED) else entry.message or entry.kind
         if start.approved_s:
             self._add(entry, job, start_of_gang(start.epoch), start.approved_s, ROOT, error)
         if start.submitted_s is None:
