@@ -6,12 +6,12 @@ import dataclasses
 import math
 
 import pytest
-from core.drive import ALL_LEVELS, GIB, Drive, job_of
+from core.drive import ALL_LEVELS, GIB, SERVER, Drive, job_of
 from ganger.cluster.resources import Role, TaskShape
 from ganger.history import HistoryEvent, sentence
 from ganger.job_state import JobState
-from ganger_master.core.answers import Approved
-from ganger_master.core.commands import ObservedGang, ResumeJob, SuspendJob, Tick
+from ganger_master.core.answers import Approved, SessionAnswer
+from ganger_master.core.commands import Answer, ObservedGang, OpenSession, ResumeJob, SuspendJob, Tick
 from ganger_master.core.gang_model import Gang, GangPhase, ObservedPhase
 from ganger_master.core.idle_gpus import park_times
 from ganger_master.core.job_model import Capabilities, JobSpec, SuspendLevel
@@ -48,7 +48,11 @@ def running(drive: Drive, gpus: int = 1, can: Capabilities = ANYWHERE, preemptib
 
 
 def wait(drive: Drive, seconds: float) -> None:
+    """All nodes that have a session call at the end of this time."""
     drive.now += seconds
+    for name, node in list(drive.state.nodes.items()):
+        if node.session:
+            drive.step(Answer(name, node.session))
     drive.step(Tick())
 
 
@@ -153,12 +157,53 @@ def test_a_job_that_its_user_suspends_is_not_shown_as_parked_for_its_gpus() -> N
     assert kinds(drive, number) == ["gpus_idle"]
 
 
-def test_a_master_that_starts_again_parks_a_job_at_the_time_that_it_had_announced() -> None:
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_a_master_that_starts_again_parks_a_job_only_once_its_nodes_report_that_it_is_still_idle(is_idle: bool) -> None:
+    drive = Drive(2, PARKS)
+    number = running(drive, 8)
+    report(drive, number, True, True)
+    announced = list(park_times(drive.state))
+    drive.state = restored(PARKS, list(drive.state.take_changes().puts.values()), drive.now)
+    wait(drive, 1_000.0)
+    assert drive.job(number).state is JobState.HOLDING, "it may have used its GPUs meanwhile"
+    assert not list(park_times(drive.state)), "the master does not look in vain"
+    for node in ("n1", "n2"):
+        answer = drive.step(OpenSession(node, f"machine-{node}", SERVER, peer_address=f"{node}:1"))
+        assert isinstance(answer, SessionAnswer)
+        drive.sessions[node] = answer.session
+        drive.observe(node, part(drive, number, is_idle))
+    assert list(park_times(drive.state)) == (announced if is_idle else [])
+    wait(drive, 0.0)
+    assert (drive.job(number).state is JobState.SUSPENDED) == is_idle
+
+
+def test_a_job_on_a_silent_node_is_not_parked_before_the_node_has_called() -> None:
+    drive = Drive(settings=dataclasses.replace(PARKS, lost_after_s=10_000.0))
+    number = running(drive)
+    report(drive, number, True)
+    drive.now += 150.0
+    drive.step(Tick())
+    assert drive.state.nodes["n1"].silent
+    drive.now += 150.0
+    drive.step(Tick())
+    assert drive.job(number).state is JobState.HOLDING
+    assert not list(park_times(drive.state)), "the master does not look in vain"
+    wait(drive, 0.0)
+    assert drive.job(number).state is JobState.SUSPENDED
+
+
+@pytest.mark.parametrize("set_by", [3_600.0, -3_600.0])
+def test_a_job_is_parked_after_as_long_whatever_the_clock_is_set_to(set_by: float) -> None:
     drive = Drive(settings=PARKS)
     number = running(drive)
     report(drive, number, True)
-    drive.state = restored(PARKS, list(drive.state.take_changes().puts.values()), drive.now)
-    wait(drive, 200.0)
+    drive.now += set_by
+    drive.step(Tick(set_by=set_by))
+    report(drive, number, True)
+    assert list(park_times(drive.state)) == [pytest.approx(drive.now + 200.0, abs=1.0)]
+    wait(drive, 190.0)
+    assert drive.job(number).state is JobState.HOLDING
+    wait(drive, 11.0)
     assert drive.job(number).state is JobState.SUSPENDED
 
 

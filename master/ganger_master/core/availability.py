@@ -208,7 +208,10 @@ def _move_times(state: State, set_by: float) -> None:
         state.put_job(replace(job, **{name: moved(getattr(job, name)) for name in names}))
     usage.set_clock(state, set_by)
     for gang in list(state.gangs.values()):
-        state.put_gang(replace(gang, since=moved(gang.since), refused_at=moved(gang.refused_at)))
+        pieces = tuple([replace(piece, idle_since=moved(piece.idle_since)) for piece in gang.pieces])
+        idle = gang.idle and replace(gang.idle, since=moved(gang.idle.since), park_time=moved(gang.idle.park_time))
+        times = {"since": moved(gang.since), "refused_at": moved(gang.refused_at)}
+        state.put_gang(replace(gang, pieces=pieces, idle=idle, **times))
 
 
 # A job whose storage was full is not stopped again sooner: each try costs it a pause.

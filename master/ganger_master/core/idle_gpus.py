@@ -87,9 +87,16 @@ def park_refusal(state: State, job: JobRecord, gang: Gang) -> str:
 def park_times(state: State) -> Iterator[float]:
     """Yield when gangs are to be parked because they do not use their devices, in Unix seconds."""
     for epoch in state.gangs.idle:
-        idle = state.gangs[epoch].idle
-        if idle is not None and idle.park_time:
-            yield idle.park_time
+        gang = state.gangs[epoch]
+        if gang.idle is not None and gang.idle.park_time and _is_reported(state, gang):
+            yield gang.idle.park_time
+
+
+def _is_reported(state: State, gang: Gang) -> bool:
+    """Return whether the last reports of a gang still hold. A master that starts, or that a node does not call, does
+    not know whether the gang has used its devices since."""
+    nodes = [state.nodes.get(name) for name in gang.nodes]
+    return not any(node is None or node.silent or not node.heard for node in nodes)
 
 
 def follow(state: State, now: float) -> None:
@@ -97,7 +104,7 @@ def follow(state: State, now: float) -> None:
     for epoch in list(state.gangs.idle):
         gang = state.gangs[epoch]
         idle = gang.idle
-        if idle is None or not idle.park_time or now < idle.park_time:
+        if idle is None or not idle.park_time or now < idle.park_time or not _is_reported(state, gang):
             continue
         job = state.jobs[gang.job]
         if job.state is not JobState.HOLDING or job.ending is not None or job.epoch != epoch:
