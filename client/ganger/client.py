@@ -99,7 +99,7 @@ class Client:
         A scheduler of the user's own (`spec.scheduler`) is started as a process that outlives this one; see
         `Job.scheduler_log`. Raises SpecInvalid if it cannot be loaded."""
         request = api.CreateJobRequest(spec=spec, request_id=request_id or _fresh_id())
-        check_size(request, "/ganger.v1.JobService/CreateJob", "put large environment values and arguments into files")
+        _check_size(request)
         began_s = time.time()
         if not spec.scheduler:
             job = Job(self, self._submitted(self._jobs.CreateJob, request))
@@ -116,15 +116,17 @@ class Client:
         message = api.CreateArrayRequest()
         message.CopyFrom(request)
         message.request_id = request_id or request.request_id or _fresh_id()
-        check_size(message, "/ganger.v1.JobService/CreateArray", "put large parameters into files")
+        _check_size(message)
         return self._submitted(self._jobs.CreateArray, message)
 
     def validate(self, submission: job_pb2.JobSpec | api.CreateArrayRequest) -> job_pb2.Job:
         """Return the job, or each member of the array, as it would be accepted; nothing is. Raises as a submission."""
         if isinstance(submission, job_pb2.JobSpec):
             request = api.ValidateSubmissionRequest(job=api.CreateJobRequest(spec=submission))
+            _check_size(request.job)
         else:
             request = api.ValidateSubmissionRequest(array=submission)
+            _check_size(request.array)
         return self._call(self._jobs.ValidateSubmission, request)
 
     def get_array(self, array: str | int) -> array_pb2.Array:
@@ -517,6 +519,14 @@ class Client:
         if isinstance(error, MessageTooLarge) and "larger than max" in error.message:
             return MessageTooLarge(f"the message is larger than {MAX_MESSAGE_BYTES} bytes: ask for or send less")
         return error
+
+
+def _check_size(request: api.CreateJobRequest | api.CreateArrayRequest) -> None:
+    """Raise MessageTooLarge for a submission that the master would not receive."""
+    if isinstance(request, api.CreateJobRequest):
+        check_size(request, "/ganger.v1.JobService/CreateJob", "put large environment values and arguments into files")
+    else:
+        check_size(request, "/ganger.v1.JobService/CreateArray", "put large parameters into files")
 
 
 def _fresh_id() -> str:

@@ -114,10 +114,14 @@ def test_calls_without_the_token_are_rejected(master: CannedMaster) -> None:
             list(stranger.read_log(1))
 
 
-def test_a_message_too_large_is_refused_before_it_is_sent(client: Client, master: CannedMaster) -> None:
-    spec = job_pb2.JobSpec(environment={"LARGE": "x" * (5 << 20)})
-    with pytest.raises(errors.MessageTooLarge, match="files"):
-        client.submit_spec(spec)
+@pytest.mark.parametrize("size_bytes", [600 << 10, 5 << 20])
+def test_a_message_too_large_is_refused_before_it_is_sent(
+    client: Client, master: CannedMaster, size_bytes: int
+) -> None:
+    spec = job_pb2.JobSpec(environment={"LARGE": "x" * size_bytes})
+    for submitted in (client.submit_spec, client.validate):
+        with pytest.raises(errors.MessageTooLarge, match="files"):
+            submitted(spec)
     assert not master.requests
 
 
