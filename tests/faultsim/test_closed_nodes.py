@@ -10,10 +10,10 @@ from core.drive import job_of
 from faultsim.fault_cluster import FaultCluster
 from faultsim.test_stories import SERVER, phase
 from ganger_master.core.answers import Done, PlanAnswer
-from ganger_master.core.approval import may_never_start
 from ganger_master.core.commands import CordonNode, DeleteReservation, ProposePlan, ReserveNodes, UncordonNode
 from ganger_master.core.gang_model import GangPhase
 from ganger_master.core.job_model import Agent, JobSpec
+from ganger_master.core.job_rules import may_never_start
 from ganger_master.core.node_model import Reservation
 from ganger_master.core.partitions import Partition
 from ganger_master.core.settings import CoreSettings
