@@ -157,8 +157,8 @@ class Devices(ABC):
             del self._events[:-MAX_EVENTS]
 
 
-# What holds the clock of a device down for its own protection, by the driver's bits. A limit that operators set and the
-# power limit, which holds down a device that works hard, are no reason to worry.
+# What holds the clock of a device down for its own protection, by the driver's bits. A limit that operators set is no
+# such reason, and the power limit holds down every device that works hard.
 _SLOWDOWNS: Mapping[int, str] = {
     0x40: "its clock is held down because it is too hot: look at its cooling",
     0x20: "its clock is held down because it or its memory is too hot: look at its cooling",
@@ -170,14 +170,14 @@ _WARNED_S = 60.0
 
 @dataclass(slots=True)
 class SlowdownWatch:
-    """Whether a device is slowed down for long: from a minute in which it was so more often than not on, until it has
-    not been for as long as it was. `reason`: why it is; empty: it is not."""
+    """Whether a device is slowed down for long. It is once it has been slowed down for a minute longer than not; that
+    ends after as much time at full speed, two minutes at most. `reason`: why it is; empty: it is not."""
 
     reason: str = ""
     _slow_s: float = 0.0
 
     def add(self, reasons: int, passed_s: float) -> None:
-        """Note a look. `reasons`: the driver's bits; `passed_s`: seconds since the look before."""
+        """Take a sample into account. `reasons`: the driver's bits; `passed_s`: seconds since the sample before."""
         found = next((text for bit, text in _SLOWDOWNS.items() if reasons & bit), "")
         change = passed_s if found else -passed_s
         self._slow_s = min(2 * _WARNED_S, max(0.0, self._slow_s + change))

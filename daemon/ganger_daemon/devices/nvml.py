@@ -109,7 +109,8 @@ class NvmlDevices(Devices):
             if any(found.get(pid) for pid in pids):
                 return True
             if found:
-                continue  # The driver reports processes, and others use it
+                # The driver names the processes that use it, and they are none of these.
+                continue
             rates = self._ask(self._nvml.nvmlDeviceGetUtilizationRates, self._handles[device])
             if rates is not None and (rates.gpu or rates.memory):
                 return True

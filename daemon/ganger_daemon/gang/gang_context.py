@@ -1,7 +1,6 @@
-"""One gang as the master desires it on this node: its orders, what a slice switch has made of them and errors of ranks
-under them; its local ranks and devices; and the context of its parts: what stays the same from the gang's start to its
-end, and its ways to other daemons. A rank-K.error.json counts if it is newer than the order's details, so a restarted
-daemon finds the same."""
+"""One gang as the master desires it on this node: the message and the local ranks and devices that it names; the
+context of its parts, which stays the same from the gang's start to its end; the orders that it has received; and the
+errors of its ranks under them."""
 
 from __future__ import annotations
 
@@ -31,6 +30,8 @@ from ganger_daemon.gang.control_pages import ControlPages, RunMark, page_order, 
 from ganger_daemon.node.accounts import Account
 from ganger_daemon.node.daemon_files import GangPaths, make_directory, read_json, write_hint
 from ganger_daemon.node.node_context import NodeContext, PeerCalls
+
+log = logging.getLogger(__name__)
 
 DEFAULT_GRACE_S = 10.0
 ACCOUNT = "account"
@@ -253,7 +254,7 @@ class OfGang:
         self._group, self._ranks = context.paths.group, context.part.ranks
 
 
-log = logging.getLogger(__name__)
+# -- orders ------------------------------------------------------------------------------------------------------------
 
 
 class ReceivedOrders:
@@ -360,6 +361,10 @@ class ReceivedOrders:
         self.is_due = self.wanted is not wanted
         context.write_notes()
 
+
+# -- errors of ranks ---------------------------------------------------------------------------------------------------
+
+# A rank-K.error.json counts if it is newer than the details of the order: so a restarted daemon finds the same.
 
 _LIMIT = 1000
 _REASON_LIMIT = 500

@@ -118,7 +118,8 @@ class IdleClock:
         self._progress: tuple[int, ...] = ()
 
     def add(self, progress: tuple[int, ...], is_used: Callable[[], bool], now: float) -> None:
-        """Count the time since the last call. `progress`: counters of its ranks; `is_used`: whether its devices are."""
+        """Count the time since the last call. progress: counters of its ranks. is_used: returns whether its devices are
+        in use. now: seconds."""
         before, self._at = self._at, now
         if progress != self._progress or is_used():
             self._progress, self.idle_s = progress, 0.0
@@ -130,6 +131,7 @@ class IdleClock:
         self._at = None
 
     def begin_anew(self) -> None:
+        """Forget the time so far."""
         self._at, self.idle_s = None, 0.0
 
 
@@ -151,6 +153,7 @@ class IdleWatch:
 
     @property
     def is_idle(self) -> bool:
+        """Return whether it has been idle for `after_s`."""
         return 0 < self.after_s <= self._clock.idle_s
 
     def follow(self, found: Iterable[PageProgress], now: float) -> None:

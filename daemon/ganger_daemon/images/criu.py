@@ -20,7 +20,6 @@ import msgspec
 from ganger.injob.process_identity import family
 from ganger.text import os_failure
 
-from ganger_daemon.images.connections import mend_timers
 from ganger_daemon.images.contract import (
     PID_FILE,
     SHARED_MEMORY,
@@ -36,6 +35,7 @@ from ganger_daemon.images.contract import (
     read_facts,
     write_facts,
 )
+from ganger_daemon.images.descriptors import mend_timers
 from ganger_daemon.images.driver import DeviceState
 from ganger_daemon.images.packing import fill_directories, from_outside, image_files, pack_directories
 from ganger_daemon.images.process_tree import (

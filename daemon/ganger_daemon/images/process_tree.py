@@ -15,7 +15,8 @@ from pathlib import Path
 
 from ganger.injob.process_identity import start_ticks
 
-from ganger_daemon.images.connections import (
+from ganger_daemon.images.contract import SHARED_MEMORY, ImageRefusedError, OpenFile
+from ganger_daemon.images.descriptors import (
     OutsideConnections,
     SocketOwner,
     outside_connections,
@@ -23,7 +24,6 @@ from ganger_daemon.images.connections import (
     read_tables,
     unsavable,
 )
-from ganger_daemon.images.contract import SHARED_MEMORY, ImageRefusedError, OpenFile
 from ganger_daemon.node.accounts import Account, seen_by
 
 _DELETED = " (deleted)"

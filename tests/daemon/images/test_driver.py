@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
-from ganger_daemon.images.connections import unsavable
 from ganger_daemon.images.contract import DeviceStateLostError, ImageRefusedError
+from ganger_daemon.images.descriptors import unsavable
 from ganger_daemon.images.driver import (
     CudaBindings,
     DeviceState,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from daemon.images.unit_job import real, restored, started
-from ganger_daemon.images.connections import ArmedTimer, mend_timers
 from ganger_daemon.images.contract import DumpRequest, ImageRefusedError
+from ganger_daemon.images.descriptors import ArmedTimer, mend_timers
 from injob.launcher_kit import Place, launcher_place
 
 RELATIVE, ABSOLUTE, UNTIL_CLOCK_IS_SET = 0, 1, 3

@@ -6,7 +6,7 @@ import os
 import socket
 from pathlib import Path
 
-from ganger_daemon.images.connections import (
+from ganger_daemon.images.descriptors import (
     InternetSocket,
     OutsideConnections,
     SocketOwner,

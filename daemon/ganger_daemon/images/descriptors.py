@@ -260,10 +260,11 @@ def _attributes(data: bytes) -> Iterable[tuple[int, bytes]]:
         position += (size + 3) & ~3
 
 
-# Timers behind descriptors (timerfd): CRIU stores the time that is left, and the expirations that were not read.
-# It arms a timer again with the time that is left: a periodic one that has expired has none before it is read, and so
-# never expires again. To an absolute timer it adds the whole seconds of the clock: it expires up to a second too early,
-# a disarmed one as well.
+# -- timers (timerfd) --------------------------------------------------------------------------------------------------
+
+# CRIU stores the time that is left, and the expirations that were not read. It arms a timer again with the time that is
+# left: a periodic one that has expired has none before it is read, and so never expires again. To an absolute timer it
+# adds the whole seconds of the clock: it expires up to a second too early, a disarmed one as well.
 _FILES = "files.img"
 # Two words that name the kind of the image; then entries, each behind its length.
 _MAGIC_BYTES = 8
