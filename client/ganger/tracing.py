@@ -65,8 +65,7 @@ class JobTracer:
         """Send a span of a job.
 
         uid: of the job. begin_s, end_s: Unix seconds. parent: the name of the span that contains it; without meaning
-        for `ROOT`. error: why the start failed; empty if it did not. A job whose `uid`
-        is no UUID has no trace."""
+        for `ROOT`. error: why the start failed; empty if it did not. A job whose uid is no UUID has no trace."""
         if self._send is None or (trace := _trace_id(uid)) is None or not self._is_sampled(trace):
             return
         from opentelemetry.sdk.trace import ReadableSpan

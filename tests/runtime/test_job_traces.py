@@ -95,7 +95,7 @@ def test_nothing_is_kept_of_a_job_that_has_ended(state: JobState, is_kept: bool)
     job = JobRecord(7, UID, "ann", JobSpec(("train",), (Role("worker", 1, TaskShape(1)),)), 10.0)
     kinds = ("job_submitted", "gang_approved", f"job_{state.lower()}")
     rows = [HistoryRow(n, n, "jobs/7", kind, "", "", {"epoch": "1"}) for n, kind in enumerate(kinds, 1)]
-    traces.happened(rows[:2], {7: job})
+    traces.follow(rows[:2], {7: job})
     assert traces._starts
-    traces.happened(rows[2:], {7: job} if is_kept else {})
+    traces.follow(rows[2:], {7: job} if is_kept else {})
     assert not traces._starts
