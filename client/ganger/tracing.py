@@ -128,12 +128,19 @@ def _tracer_of_sdk(program: str) -> JobTracer:
     sampler = TracerProvider(shutdown_on_exit=False).sampler
     resource = Resource.create({"service.namespace": "ganger", "service.name": f"ganger-{program}"})
     processor = BatchSpanProcessor(_exporter())
+    library = logging.getLogger("opentelemetry")
+    if program == "client":
+        # A user reads one line about a collector that is away, and not one for each attempt to reach it.
+        library.setLevel(logging.ERROR)
 
     def finish() -> None:
         # In a thread, because the processor waits for a collector that does not answer, whatever time it is given.
         last = threading.Thread(target=processor.force_flush, daemon=True)
         last.start()
         last.join(_LAST_WAIT_S)
+        if last.is_alive():
+            log.warning("the last spans are not sent: the collector of traces does not answer")
+            library.setLevel(logging.CRITICAL)
 
     atexit.register(finish)
     return JobTracer(

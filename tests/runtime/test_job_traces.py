@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
 import uuid
 from typing import Any
 
@@ -99,3 +102,17 @@ def test_nothing_is_kept_of_a_job_that_has_ended(state: JobState, is_kept: bool)
     assert traces._starts
     traces.follow(rows[2:], {7: job} if is_kept else {})
     assert not traces._starts
+
+
+def test_a_client_prints_one_line_about_a_collector_that_never_answers() -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc")
+    script = f"from ganger.tracing import tracer; tracer().add({UID!r}, 'submit', 1.0, 2.0)"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        variables = {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}",
+            "OTEL_EXPORTER_OTLP_TIMEOUT": "600",
+        }
+        ended = subprocess.run(
+            [sys.executable, "-c", script], env=variables, capture_output=True, text=True, timeout=60, check=True
+        )
+    assert ended.stderr == "the last spans are not sent: the collector of traces does not answer\n"
