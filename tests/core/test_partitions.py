@@ -104,6 +104,7 @@ def test_partitions_are_a_table_or_its_toml() -> None:
         ({"a": 7}, "'a' is no table with nodes"),
         ({"a": {"node": "n1"}}, "'a' has 'node': a partition has nodes, gpu_types"),
         ({"a": {"nodes": 7}}, "'a' has nodes = 7: write a list of names"),
+        ({"a": {"nodes": ["*"]}}, "'a' has nodes = '*': patterns are not read"),
         ({"a": {"nodes": "n[2-1]"}}, "'2-1' is no range from a smaller to a larger number"),
         ({"a": {"nodes": ["n[1-"]}}, "'n[1-' is no name of a node"),
         ({"a": {"nodes": "n[1-999999999]"}}, "is no range"),

@@ -203,6 +203,10 @@ def _nodes_of(table: NamedTable) -> tuple[str, ...]:
     found: dict[str, None] = {}
     value = table.get("nodes")
     for text in [value] if isinstance(value, str) else table.names("nodes"):
+        if "*" in text:
+            advice = "patterns are not read: write gpu[01-08], or leave nodes and gpu_types out for all nodes"
+            table.refuse(f"has nodes = {text!r}: {advice}")
+            continue
         try:
             found.update(dict.fromkeys(_names_in(text)))
         except ValueError as error:
