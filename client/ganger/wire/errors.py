@@ -45,8 +45,9 @@ class ApiError(Exception):
         self.metadata: dict[str, str] = {name: str(value) for name, value in metadata.items()}
 
     def __str__(self) -> str:
-        lines = [self.message, *(f"{violation.field}: {violation.description}" for violation in self.violations)]
-        return "\n  ".join(lines)
+        lines = [f"{violation.field}: {violation.description}" for violation in self.violations]
+        # A message may have its violations in it already.
+        return "\n  ".join([self.message, *(line for line in lines if line not in self.message)])
 
 
 def _error(name: str, code: grpc.StatusCode, kind: type[ApiError] = ApiError) -> type[ApiError]:
