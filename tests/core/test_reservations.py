@@ -219,6 +219,8 @@ def test_while_a_reservation_of_users_lasts_a_node_takes_their_jobs_only() -> No
     assert isinstance(answer, Rejected)
     assert answer.refusals[0].message.startswith("the node is reserved for other users (course)")
     assert service_reason(drive.state.nodes["n1"]) == "reserved for ann, bob: course"
+    (blocker, *_) = explain(drive.state, other, drive.now).blockers
+    assert blocker.message == "the node is reserved for other users (course) for another 16m 40s, on n1"
     drive.start(drive.submit(job_of(1), "ann"))
 
 

@@ -175,7 +175,9 @@ def test_why_names_the_nodes_that_have_not_acknowledged_an_order() -> None:
     drive.step(SuspendJob(number, SuspendLevel.OFFLOAD))
     assert told() == "it was ordered to rest; nodes/n1 has not reported that it does"
     drive.seen(number, drive.job(number).epoch, ObservedPhase.PARKED, 7)
-    assert told() == "it rests because a user suspended it; resume it"
+    assert told() == (
+        f"it stays suspended until `ganger resume {number}`; `ganger history {number}` prints why it was suspended"
+    )
     drive.step(ResumeJob(number))
     drive.start(number)
     drive.runs(number)

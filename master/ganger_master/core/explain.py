@@ -17,7 +17,7 @@ from ganger.text import counted
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ganger_master.core import approval, availability, ending, limits, usage
+from ganger_master.core import approval, availability, ending, limits, reservations, usage
 from ganger_master.core.approval import order
 from ganger_master.core.array_model import Membership
 from ganger_master.core.colocation import holders_on
@@ -321,7 +321,7 @@ def blockers_of(state: State, job: JobRecord, now: float) -> tuple[Refusal, ...]
         # The nodes it may not use are what it lacks.
         found = (*forbidden, *(one for one in found if one.reason is not Reason.NODE_UNAVAILABLE))
     blockers = tuple(_with_keeper(state, job, one) for one in found) or state.blockers_of(job.number)
-    return tuple(as_it_is(state, one, job) for one in blockers)
+    return tuple(reservations.for_reader(state, as_it_is(state, one, job), now) for one in blockers)
 
 
 def as_it_is(state: State, refusal: Refusal, job: JobRecord) -> Refusal:
@@ -452,7 +452,8 @@ def _on_the_way(state: State, job: JobRecord) -> str:
 def _at_rest(state: State, job: JobRecord) -> str:
     match job.state:
         case JobState.SUSPENDED:
-            return _on_the_way(state, job) or "it rests because a user suspended it; resume it"
+            stays = f"it stays suspended until `ganger resume {job.number}`"
+            return _on_the_way(state, job) or f"{stays}; `ganger history {job.number}` prints why it was suspended"
         case JobState.HOLDING:
             gang = state.gangs.get(job.epoch)
             reported = f"it has its gang, which is {gang.phase.value}" if gang else "it has its gang"

@@ -289,6 +289,17 @@ def start_rules(state: State, job: JobRecord, nodes: Collection[str], now: float
     return tuple(refusals)
 
 
+def for_reader(state: State, refusal: Refusal, now: float) -> Refusal:
+    """Return why a job does not start, for its user: how long a reservation lasts that keeps it out. The job itself is
+    not named, for it is the one that the user has asked about."""
+    if refusal.reason is not Reason.NODE_RESERVED:
+        return refusal
+    node = state.nodes.get(refusal.node)
+    lasting = state.reservations.get(node.reservation) if node is not None and node.reserved_for else None
+    more = f" for another {format_duration(max(0.0, lasting.end - now))}" if lasting is not None else ""
+    return replace(refusal, job="", detail=refusal.detail + more)
+
+
 def reached_by(state: State, job: JobRecord, spec: JobSpec, now: float) -> str:
     """Return why a gang may not have a new time limit: it would run into a reservation that the old one avoids."""
     gang = state.gangs.get(job.epoch)
