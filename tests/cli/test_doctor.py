@@ -68,6 +68,12 @@ def test_a_node_is_told_what_it_lacks_what_that_means_and_why(lacks: Mapping[str
             "gets no new ones: reserved: disks",
             "ganger reserve delete disks",
         ),
+        (
+            Node(state=Node.STATE_DRAINING, state_reason="fan; reserved: disks", reservation="disks"),
+            WARN,
+            "gets no new ones: fan; reserved: disks",
+            "uncordon n1; reservation disks stands beside that",
+        ),
         (Node(state=Node.STATE_READY, device_faults={2: "XID 79"}), FAIL, "GPU 2: XID 79", "replace"),
         (Node(state=Node.STATE_READY, device_warnings={1: "too hot"}), WARN, "GPU 1: too hot", "all ranks"),
         (Node(launch_failures=3, launch_failure="no python"), FAIL, "3 jobs in a row", "ganger uncordon n1"),

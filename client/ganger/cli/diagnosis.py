@@ -224,7 +224,10 @@ def node_findings(node: Node) -> Iterator[Finding]:
         level, found, advice = state
         reason = f": {node.state_reason}" if node.state_reason else ""
         if node.reservation and node.state == node.STATE_DRAINING:
-            advice = "it returns by itself at the end, or: ganger reserve delete {reservation}"
+            # With another reason beside it an operator has drained the node, too.
+            is_drained = node.state_reason != f"reserved: {node.reservation}"
+            returns = "it returns by itself at the end, or: ganger reserve delete {reservation}"
+            advice = f"{advice}; reservation {{reservation}} stands beside that" if is_drained else returns
         findings.append(Finding(level, name, found + reason, advice.format(node=name, reservation=node.reservation)))
     advice = "mend it; the node returns by itself once its check has passed often enough"
     findings += [Finding(FAIL, name, fault, advice) for _, fault in sorted(node.faults.items())]
