@@ -245,7 +245,7 @@ def _gpus_idle(times: _JobTimes, event: HistoryEvent) -> str:
     figures = event.figures
     text = f"has not used its {_gpus(event)} for {_duration(float(figures.get('idle_s', '0') or 0))}, and makes no step"
     if "parked_in_s" in figures:
-        return f"{text}: it is suspended if it does not for another {_duration(float(figures['parked_in_s'] or 0))}"
+        return f"{text}: it will be suspended in {_duration(float(figures['parked_in_s'] or 0))} unless it does"
     return f"{text}; it is not suspended for that: {event.message}" if event.message else text
 
 

@@ -48,7 +48,7 @@ def test_what_keeps_a_job_from_getting_on_stands_beside_its_place() -> None:
     ("state", "park_time", "refusal", "text"),
     [
         ("HOLDING", 0, "", "has not used its GPUs for 40m"),
-        ("HOLDING", 9_000, "", "has not used its GPUs for 40m, is suspended in 1h 50m"),
+        ("HOLDING", 9_000, "", "has not used its GPUs for 40m, will be suspended in 1h 50m"),
         (
             "HOLDING",
             0,

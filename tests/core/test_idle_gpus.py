@@ -117,7 +117,7 @@ def test_a_job_is_warned_parked_at_offload_and_continues_when_it_is_resumed() ->
     wait(drive, 1_000.0)
     assert drive.job(number).state is JobState.HOLDING, "the time begins anew"
     assert texts(drive, number) == [
-        "has not used its GPU for 1m 40s, and makes no step: it is suspended if it does not for another 3m 20s",
+        "has not used its GPU for 1m 40s, and makes no step: it will be suspended in 3m 20s unless it does",
         "ordered to stop at offload, because it did not use its GPUs (for 5m)",
     ]
 

@@ -285,7 +285,7 @@ def _since(text: str) -> float:
 def usage(team: str | None, user: str | None, since: str, as_json: bool) -> None:
     """Show what users and teams have used, and their shares.
 
-    Only time in which a job runs counts: not while it is pending, suspended or without devices.
+    A job counts from its first step until its GPUs are free: not while it waits, starts, or is suspended without them.
     """
     begin = _since(since)
     with open_client() as client:

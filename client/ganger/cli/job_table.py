@@ -273,7 +273,7 @@ def idle_text(job: job_pb2.Job, now: float | None = None) -> str:
     now = time.time() if now is None else now
     text = f"has not used its GPUs for {format_duration(max(0.0, now - times.unix_s(idle.since)))}"
     if idle.HasField("park_time"):
-        return f"{text}, is suspended in {format_duration(max(0.0, times.unix_s(idle.park_time) - now))}"
+        return f"{text}, will be suspended in {format_duration(max(0.0, times.unix_s(idle.park_time) - now))}"
     return f"{text}, not suspended: {idle.park_refusal}" if idle.park_refusal else text
 
 

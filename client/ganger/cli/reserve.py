@@ -135,7 +135,7 @@ def show(name: str, as_json: bool) -> None:
 @reserve.command("delete")
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
 def delete(names: tuple[str, ...]) -> None:
-    """End reservations, or forget those that have not begun: their nodes take jobs again."""
+    """Delete reservations: nodes take jobs again."""
     with open_client() as client:
         unknown = []
         for name in names:

@@ -114,7 +114,7 @@ class _Submission(click.Command):
 @click.option("--directory", "-C", metavar="PATH", help="Working directory. Default: this one.")
 @click.option("--request-id", metavar="ID", help="Repeat it to submit at most once.")
 @click.option("--follow", "-f", is_flag=True, help="Print its log until it ends; ctrl-C leaves it running.")
-@click.option("--dry-run", is_flag=True, help="Check the description and print what would be submitted.")
+@click.option("--dry-run", is_flag=True, help="Have the master judge the job and print it; submit nothing.")
 @json_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def submit(
