@@ -78,13 +78,13 @@ def main(quick: bool = False, only: str = "") -> dict[str, Any]:
     return report.result()
 
 
-# Kinds of promises that may not hold.
+# Kinds of findings: what must hold and does not.
 FINDINGS: Final = ("lost", "twice", "not_done", "steps_wrong", "logs_incomplete", "left_over", "other")
 
 
 @dataclass
 class PartResult:
-    """What one part of the run came to. `findings`: in words, by kind of promise that does not hold."""
+    """The result of one part of the run. `findings`: in words, by kind."""
 
     policy: str
     seconds: float
@@ -101,7 +101,7 @@ class PartResult:
     findings: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in FINDINGS})
 
 
-# What shows that a mechanism was at work: events by the name of the figure.
+# Events that show a mechanism at work, by the name of the figure.
 _MECHANISMS: Final = {
     "preemptions": "job_pending",
     "suspensions": "gang_parked",
@@ -156,7 +156,7 @@ class ChaosPart:
         self._result = PartResult(policy, seconds)
 
     def run(self, report: BenchReport) -> PartResult:
-        """Return what it came to, also of a part that was cut short: then that is a finding."""
+        """Return the result, also of a part that was cut short: then that is a finding."""
         with self._cluster:
             try:
                 with Client(str(self._cluster.master), patience_s=20.0) as client:
@@ -227,17 +227,17 @@ class ChaosPart:
             try:
                 self._stream.submit(client)
                 for suspended in client.list_jobs([job_pb2.Job.STATE_SUSPENDED]):
-                    # Its order to resume was answered by an error.
+                    # The answer to its order to resume was an error.
                     client.resume_job(suspended.name)
-                return not self._stream.asked and not self._users.due and not list(client.list_jobs(LIVE))
+                return not self._stream.pending and not self._users.due and not list(client.list_jobs(LIVE))
             except (ApiError, EndpointError) as error:
                 self._stream.failed("call", error)
                 return False
 
         if not self._wait(is_over, self._drain_s):
-            left = f"{len(self._stream.asked)} submissions and {len(self._users.due)} orders are left"
+            left = f"{len(self._stream.pending)} submissions and {len(self._users.due)} orders are left"
             self._found("other", [f"jobs are left {self._drain_s:g} s after the last kill; {left}"])
-        self._found("not_done", [f"{job.label} was never accepted" for job in self._stream.asked])
+        self._found("not_done", [f"{job.label} was never accepted" for job in self._stream.pending])
         self._wait(lambda: all(process.poll() is not None for _, process, _ in self._users.watchers), LEFT_S)
         for one in self._users.watchers:
             if one[1].poll() is None:
@@ -309,7 +309,7 @@ class ChaosPart:
         kept = SAMPLES / f"chaos-{result.policy}"
         shutil.rmtree(kept, ignore_errors=True)
         kept.mkdir(parents=True)
-        (kept / "story.log").write_text("\n".join(killer.told))
+        (kept / "story.log").write_text("\n".join(killer.story))
         if found:
             for path in (*self._cluster.directory.glob("*.log"), *self._cluster.directory.glob("*.record.*")):
                 shutil.copy(path, kept)

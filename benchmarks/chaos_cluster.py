@@ -104,6 +104,7 @@ class ChaosCluster(MasterPair):
         return [(name, code) for name, code in found if code is not None]
 
     def restart(self, name: str) -> None:
+        """Start a master ("m0", "m1") or the daemon of a node again."""
         if name in self._processes:
             self.start_daemon(name)
         else:
@@ -179,7 +180,7 @@ class Killer:
     """A thread that carries out a schedule from `start` to `calm`, and until `end` restarts the programs that ended.
 
     `kills`, `pauses`: how often, by part; `missed`: kinds of victims of which none was there; `deaths`: of ranks, by
-    the uid of their job; `findings`: programs that ended without a signal; `told`: what happened, in order."""
+    the uid of their job; `findings`: programs that ended without a signal; `story`: what happened, in order."""
 
     cluster: ChaosCluster
     events: Sequence[ChaosEvent]
@@ -188,7 +189,7 @@ class Killer:
     missed: Counter[str] = field(default_factory=Counter)
     deaths: list[Death] = field(default_factory=list)
     findings: list[str] = field(default_factory=list)
-    told: list[str] = field(default_factory=list)
+    story: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._began = time.monotonic()
@@ -200,17 +201,20 @@ class Killer:
 
     @property
     def elapsed_s(self) -> float:
+        """Return the seconds since the start."""
         return time.monotonic() - self._began
 
     def start(self) -> None:
+        """Begin the schedule."""
         self._began = time.monotonic()
         self._thread.start()
 
     def calm(self) -> None:
-        """No more victims; what is stopped continues. Programs are restarted still."""
+        """End the kills, and continue what is stopped. Programs are still restarted."""
         self._is_over.set()
 
     def end(self) -> None:
+        """End the thread: programs are not restarted any more."""
         self._is_over.set()
         self._is_ended.set()
         self._thread.join()
@@ -222,7 +226,7 @@ class Killer:
                 self._tick(due)
             except Exception as error:
                 self.findings.append(f"the killer itself failed: {error!r}")
-                self.tell(f"failed: {error!r}")
+                self.note(f"failed: {error!r}")
 
     def _tick(self, due: list[ChaosEvent]) -> None:
         now = time.monotonic()
@@ -230,7 +234,7 @@ class Killer:
             if now >= until or self._is_over.is_set():
                 self._stopped.remove((until, victim))
                 victim.signal(signal.SIGCONT)
-                self.tell(f"continued: {victim.what} {victim.pid}")
+                self.note(f"continued: {victim.what} {victim.pid}")
         self._restart(now)
         if due and now - self._began >= due[0].at_s and not self._is_over.is_set():
             self._strike(due.pop(0))
@@ -243,7 +247,7 @@ class Killer:
             if now - since >= _RESTART_AFTER_S:
                 del self._ended_at[name]
                 self.cluster.restart(name)
-                self.tell(f"started: {name}")
+                self.note(f"started: {name}")
 
     def _strike(self, event: ChaosEvent) -> None:
         """Kill or stop the victim, or, where its kind has none at present, one of the next kind that has."""
@@ -271,7 +275,8 @@ class Killer:
             if part == "rank":
                 self.deaths.append(Death(victim.uid, time.monotonic_ns(), saved))
         how = f"stopped for {event.pause_s:.1f} s" if event.pause_s else "killed"
-        self.tell(f"{how}: {part} {victim.pid} {victim.what} {victim.uid}")
+        self.note(f"{how}: {part} {victim.pid} {victim.what} {victim.uid}")
 
-    def tell(self, what: str) -> None:
-        self.told.append(f"{time.monotonic() - self._began:8.2f}  {what}")
+    def note(self, what: str) -> None:
+        """Add a line to `story`, with the seconds since the start."""
+        self.story.append(f"{time.monotonic() - self._began:8.2f}  {what}")

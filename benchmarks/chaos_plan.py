@@ -1,4 +1,4 @@
-"""What `ganger bench chaos` does, and what must hold afterwards: its kills, its jobs and its judges. Pure.
+"""What `ganger bench chaos` does, and what must hold afterwards: kills, kinds of jobs, and judges of results.
 
 Kills are drawn from a seed before the run. Which of several ranks, launchers or daemons dies is drawn, too, as a number
 from 0 to 1 that chooses among those that are there at that moment.
@@ -47,8 +47,8 @@ SAMPLES: Final = 96
 
 @dataclass(frozen=True, slots=True)
 class ChaosEvent:
-    """A victim. `at_s`: from the begin of a part of the run; `draw`: 0 to 1, which one of its kind; `pause_s`: how long
-    it is stopped by SIGSTOP; zero: it is killed."""
+    """A victim. `at_s`: from the beginning of a part of the run; `draw`: 0 to 1, which one of its kind; `pause_s`: for
+    how long it is stopped by SIGSTOP; zero: it is killed."""
 
     at_s: float
     part: str
@@ -100,21 +100,21 @@ KINDS: Final = (
 # Gangs whose result is needed from an undisturbed run.
 REFERENCES: Final = tuple(sorted({kind.gpus for kind in KINDS if kind.has_steps}))
 SCRIPT_LINES: Final = 40
-# A script without steps: it counts, and what it printed tells whether it ran to its end, and how often it began.
+# A script without steps. Its numbered lines show whether it ran to its end, and how often it began.
 SCRIPT: Final = f'i=0; while [ $i -lt {SCRIPT_LINES} ]; do i=$((i+1)); echo "line $i of {{label}}"; sleep 0.1; done'
 _LINE: Final = re.compile(r"line (\d+) of (\S+)")
 _STEP: Final = re.compile(r"step (\d+)")
 
 
-# Crowded and calm spells take turns: in a calm one gangs have room to move, and elastic jobs to grow.
-_SPELL_S: Final = 40.0
-_CROWD: Final = frozenset({"four", "array"})
+# Busy and calm phases alternate: in a calm one gangs have room to move, and elastic jobs to grow.
+_PHASE_S: Final = 40.0
+_BUSY_ONLY: Final = frozenset({"four", "array"})
 
 
 def next_kind(dice: random.Random, alive: Mapping[str, int], at_s: float) -> JobKind | None:
-    """Return a kind of which fewer live than should, `at_s` seconds after the begin; None if all are there."""
-    is_calm = int(at_s / _SPELL_S) % 2 == 1
-    wanted = {kind: min(kind.alive, 1) * (kind.name not in _CROWD) if is_calm else kind.alive for kind in KINDS}
+    """Return a kind of which fewer live than should, `at_s` seconds after the beginning; None if all are there."""
+    is_calm = int(at_s / _PHASE_S) % 2 == 1
+    wanted = {kind: min(kind.alive, 1) * (kind.name not in _BUSY_ONLY) if is_calm else kind.alive for kind in KINDS}
     missing = [kind for kind, count in wanted.items() if alive.get(kind.name, 0) < count]
     return dice.choice(missing) if missing else None
 

@@ -39,8 +39,8 @@ from ganger.cluster.placement import candidates
 from ganger.scheduling import JobScheduler, Proposal
 
 class Own(JobScheduler):
-    def propose(self, turn, view):
-        found = candidates(view, turn.shape, only=[max(view.names())])
+    def propose(self, lease, view):
+        found = candidates(view, lease.shape, only=[max(view.names())])
         return Proposal(found.candidates, found.refusals)
 """
 
@@ -60,14 +60,14 @@ class ChaosJob:
 
 
 class JobStream:
-    """Jobs that are submitted one after the other, as `next_kind` chooses. `jobs`: accepted; `asked`: not yet;
+    """Jobs that are submitted one after the other, as `next_kind` chooses. `jobs`: accepted; `pending`: not yet;
     `calls`: refusals and errors of calls, by reason; `findings`: what no user should have met."""
 
     def __init__(self, cluster: ChaosCluster, killer: Killer, dice: random.Random) -> None:
         self._cluster, self._killer, self._dice = cluster, killer, dice
         self.hurry = cluster.directory / "hurry"
         self.jobs: list[ChaosJob] = []
-        self.asked: list[ChaosJob] = []
+        self.pending: list[ChaosJob] = []
         self.calls: Counter[str] = Counter()
         self.findings: list[str] = []
         (cluster.directory / "own_schedulers.py").write_text(_SCHEDULER)
@@ -80,26 +80,28 @@ class JobStream:
             self.findings.append(f"{what}: {error!r}")
 
     def feed(self, client: Client) -> None:
+        """Add one job, if one of some kind is missing, and submit what is pending. Raises as the client."""
         live = {job.name for job in client.list_jobs(LIVE, fold_arrays=True)}
         live |= {array.name for array in client.list_arrays(live=True)}
         alive = Counter(job.kind.name for job in self.jobs if job.name in live)
-        alive.update(job.kind.name for job in self.asked)
+        alive.update(job.kind.name for job in self.pending)
         kind = next_kind(self._dice, alive, self._killer.elapsed_s)
         if kind is not None:
             steps = EPOCH_STEPS * self._dice.randint(FEWEST_STEPS // EPOCH_STEPS, MOST_STEPS // EPOCH_STEPS)
-            self.asked.append(self.new(kind, steps))
+            self.pending.append(self.new(kind, steps))
         self.submit(client)
 
     def submit(self, client: Client) -> None:
         """Submit what is not accepted yet, and has no command line at work."""
-        for job in list(self.asked):
+        for job in list(self.pending):
             if job.command is None and (job.kind.has_scheduler or self._is_by_command(job)):
                 job.command = self._submit_by_command(job)
             elif job.command is None:
                 self._submit(client, job)
 
     def new(self, kind: JobKind, steps: int) -> ChaosJob:
-        label = f"{kind.name}-{len(self.jobs) + len(self.asked)}"
+        """Return a submission with a label and a request id of its own."""
+        label = f"{kind.name}-{len(self.jobs) + len(self.pending)}"
         request = str(uuid.UUID(int=self._dice.getrandbits(128), version=4))
         return ChaosJob(label, kind, steps, request, Record(label, self._cluster.directory / f"{label}.record"))
 
@@ -139,10 +141,10 @@ class JobStream:
             self.failed("submit", error)
 
     def _accepted(self, job: ChaosJob, name: str, uid: str) -> None:
-        self.asked.remove(job)
+        self.pending.remove(job)
         self.jobs.append(job)
         job.name, job.uid = name, uid
-        self._killer.tell(f"accepted: {name} ({job.label}, {job.steps} steps)")
+        self._killer.note(f"accepted: {name} ({job.label}, {job.steps} steps)")
 
     def _submit_by_command(self, job: ChaosJob) -> subprocess.Popen[bytes]:
         path = self._cluster.directory / f"{job.label}.job.yaml"
@@ -155,12 +157,12 @@ class JobStream:
         """Start a command line of a user."""
         with output.open("wb") as out, output.with_suffix(".errors").open("wb") as errors:
             process = self._cluster.begin(words, out, errors)
-        self._killer.tell(f"command {process.pid}: {' '.join(words[:6])}")
+        self._killer.note(f"command {process.pid}: {' '.join(words[:6])}")
         return process
 
     def collect(self) -> None:
         """Take the answers of command lines that have ended. One that was killed is repeated with its request id."""
-        for job in list(self.asked):
+        for job in list(self.pending):
             if job.command is None or (code := job.command.poll()) is None:
                 continue
             answer = self._cluster.directory / f"{job.label}.answer"
@@ -169,9 +171,9 @@ class JobStream:
                 message = json.loads(answer.read_text())
                 self._accepted(job, str(message["name"]), str(message["uid"]))
                 continue
-            said = answer.with_suffix(".errors").read_text()[-500:]
+            errors = answer.with_suffix(".errors").read_text()[-500:]
             # Its job scheduler may have been killed before it had received the job.
-            is_victim = "scheduler: ended with code -9" in said
+            is_victim = "scheduler: ended with code -9" in errors
             if code not in (-signal.SIGKILL, ExitCode.UNREACHABLE) and not is_victim:
-                self.asked.remove(job)
-                self.findings.append(f"`ganger submit` of {job.label} ended with {code}: {said}")
+                self.pending.remove(job)
+                self.findings.append(f"`ganger submit` of {job.label} ended with {code}: {errors}")

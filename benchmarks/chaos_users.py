@@ -75,7 +75,7 @@ class ChaosUsers:
                 self.due.append((wake, job.name))
                 client.suspend_job(job.name, self._dice.choice(_LEVELS))
             self._stream.calls[what] += 1
-            self._killer.tell(f"ordered: {what} {job.name}")
+            self._killer.note(f"ordered: {what} {job.name}")
         except (ApiError, EndpointError) as error:
             self._stream.failed(what, error)
 
@@ -113,8 +113,9 @@ class ChaosUsers:
             self.watchers.append((missing[0], self._stream.begin(words, output), output))
 
     def judge_watcher(self, one: tuple[str, subprocess.Popen[bytes], Path]) -> None:
+        """Count the end of a command line that watched a job; a failure is a finding."""
         what, process, output = one
         self._stream.calls[f"watched by {what}: {process.returncode}"] += 1
         if process.returncode not in (0, -signal.SIGKILL):
-            said = output.with_suffix(".errors").read_text()[-500:]
-            self._stream.findings.append(f"`ganger {what}` ended with {process.returncode}: {said}")
+            errors = output.with_suffix(".errors").read_text()[-500:]
+            self._stream.findings.append(f"`ganger {what}` ended with {process.returncode}: {errors}")

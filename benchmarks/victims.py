@@ -18,7 +18,7 @@ from ganger_daemon.checkpoints.storage import checkpoints_directory, complete
 
 @dataclass(frozen=True)
 class Victim:
-    """`what` it is called in stories; `uid`: of whose job it is, if of one."""
+    """A process to kill. `what`: its name in stories; `uid`: of its job, if it belongs to one."""
 
     what: str
     pid: int
@@ -29,7 +29,7 @@ class Victim:
         return self.signal(signal.SIGKILL)
 
     def signal(self, number: signal.Signals) -> bool:
-        """Whether it was there to get the signal: another process that has its process id now is left alone."""
+        """Send a signal; return whether the process was there. Another process with its process id gets none."""
         try:
             handle = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -46,7 +46,7 @@ class Victim:
 
 
 def ranks(run: Path) -> list[Victim]:
-    """All that were ever started on nodes that have their pages still; many have ended."""
+    """Return the live ranks of all jobs, by process id."""
     found = []
     for path in run.glob("*/*/*/rank-*.page"):
         try:
@@ -63,7 +63,7 @@ def ranks(run: Path) -> list[Victim]:
 
 
 def launchers(run: Path) -> list[Victim]:
-    """Those that listen, also while they are too busy to answer."""
+    """Return the launchers that listen, also while they are too busy to answer."""
     found = []
     for path in sorted(run.glob("*/launchers/*.sock")):
         try:
@@ -89,5 +89,5 @@ def of_jobs(run: Path) -> set[int]:
 
 
 def newest_checkpoint(storage: Path, uid: str) -> int:
-    """Step of the newest complete one; zero if there is none."""
+    """Return the step of the newest complete checkpoint of a job; zero if there is none."""
     return max((name.step for name in complete(checkpoints_directory(storage, uid))), default=0)

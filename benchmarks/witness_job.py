@@ -1,4 +1,4 @@
-"""A small job that tells, outside the system, of each step: when it did it, where, as which attempt, and what came out.
+"""A small job that records, outside the system, each step: when and where it did it, in which attempt, and its result.
 
 Each rank appends one JSON object a step to FILE.RANK, and prints the step. The files are the record of the test or
 benchmark: nothing of Ganger writes or reads them. Times are of the machine's monotonic clock, so those of all processes
@@ -24,7 +24,7 @@ from torch import distributed, nn
 
 STEPS_OF_EPOCH = 8
 SAMPLES = 96
-# Every so many steps the weights are told, too.
+# Steps between two records of the weights.
 WEIGHTS_EVERY = 32
 
 

@@ -63,7 +63,7 @@ def test_the_options_of_each_policy_are_options_of_the_master(policy: str) -> No
     assert {word for word in MASTER_OPTIONS[policy] if word.startswith("--")} <= known
 
 
-def test_jobs_of_all_kinds_come_in_a_crowd_and_fewer_in_a_calm_spell() -> None:
+def test_jobs_of_all_kinds_come_in_a_busy_phase_and_fewer_in_a_calm_one() -> None:
     def filled(at_s: float) -> Counter[str]:
         dice, alive = random.Random(1), Counter[str]()
         while kind := next_kind(dice, alive, at_s):
