@@ -25,7 +25,7 @@ def gangs(master: CannedMaster) -> list[node_pb2.QuarantinedGang]:
         node_pb2.QuarantinedGang(
             name="quarantinedGangs/ab22-9", job="jobs/3", job_uid="ab22", job_known=True, epoch=9,
             parts=[part(node="nodes/n1", phase="PARKED")],
-            reason="an epoch of after the backup", adoption_refusal="it takes turns with others on its devices",
+            reason="an epoch of after the backup", adoption_refusal="it is time-sliced with other jobs on its devices",
         ),
     ]  # fmt: skip
     return master.quarantined
@@ -46,7 +46,7 @@ def test_the_list_has_a_gang_per_line_with_what_can_be_done_about_it(
     assert first.split()[:7] == ["aa11-5", "7", "(unknown)", "ann", "n1", "n2", "running"]
     assert "it can be adopted" in first
     assert second.split()[:2] == ["ab22-9", "3"]
-    assert "an epoch of after the backup; it takes turns" in second
+    assert "an epoch of after the backup; it is time-sliced" in second
 
 
 @pytest.mark.usefixtures("gangs")
@@ -108,9 +108,9 @@ def test_a_gang_is_adopted_and_its_job_named(
 def test_a_refused_adoption_is_reported_with_its_reason(
     call: Call, master: CannedMaster, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    master.refused_adoption = AdoptionRefused("it takes turns with others on its devices")
+    master.refused_adoption = AdoptionRefused("it is time-sliced with other jobs on its devices")
     assert call(*QUARANTINE, "adopt", "ab22-9") != 0
-    assert "it takes turns with others on its devices" in capsys.readouterr().err
+    assert "it is time-sliced with other jobs on its devices" in capsys.readouterr().err
 
 
 def test_going_on_names_the_nodes_that_have_not_reported(

@@ -218,7 +218,7 @@ def test_a_report_without_descriptions_takes_nothing_from_an_earlier_one() -> No
     ("more", "why"),
     [
         ({"missing": ("n2",)}, "its part on n2 is not there"),
-        ({"is_sliced": True}, "it takes turns with others on its devices"),
+        ({"is_sliced": True}, "it is time-sliced with other jobs on its devices"),
         ({"intent": GangIntent.STOP}, "it was ordered to stop"),
     ],
 )

@@ -220,7 +220,7 @@ def test_a_matrix_that_leaves_out_a_member_of_the_group_is_refused(drive: Turns)
     number = next(iter(drive.state.gangs.sets))
     refusal = blamed(drive.propose(drive.row(host, 0, node_set=number)))
     assert refusal.reason is Reason.CLAIM_MISMATCH
-    assert "takes turns there too" in refusal.message
+    assert "is time-sliced there, too" in refusal.message
 
 
 def test_a_restarted_master_has_its_time_slice_groups(drive: Turns) -> None:

@@ -145,7 +145,7 @@ def _gangs(state: State) -> Iterator[str]:
         yield from _orders(state, gang, job)
         named = state.gangs.set_of.get(epoch, 0)
         if gang.node_set != (named if named and epoch in members(state, state.gangs.sets[named]) else 0):
-            yield f"epoch {epoch} takes turns in nodeSets/{gang.node_set}, which is not where it is named"
+            yield f"epoch {epoch} is time-sliced in nodeSets/{gang.node_set}, which is not where it is named"
     for number in sorted(state.gangs.epochs_of):
         running = [gang.epoch for gang in state.gangs.of_job(number) if gang.intent is GangIntent.RUN]
         if len(running) > 1:

@@ -202,7 +202,7 @@ class JobServiceServicer(object):
         started also its other wishes. All or nothing; when it answers, the change is durable, and the job's place in the
         queue is that of its new priority. Repeating request_id changes nothing a second time, also after others' updates.
         Errors: NOT_FOUND/JOB_NOT_FOUND, INVALID_ARGUMENT/SPEC_INVALID (BadRequest lists all violations with their paths),
-        FAILED_PRECONDITION/{JOB_FINISHED, UPDATE_REFUSED (it has started, or takes turns: the message says what to do),
+        FAILED_PRECONDITION/{JOB_FINISHED, UPDATE_REFUSED (it has started, or is time-sliced: the message says what to do),
         UPDATE_ENDS_JOB (it has run for longer than its new time limit, and may_end is not set),
         GANG_IMPOSSIBLE (as in CreateJob)}, ALREADY_EXISTS/REQUEST_REUSED (request_id came with another update).
         """

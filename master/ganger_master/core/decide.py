@@ -97,7 +97,7 @@ def _retune(state: State, command: commands.RetuneJob, now: float) -> Decision:
     if any(piece.gone for piece in gang.pieces):
         raise busy(job, "a part of it has ended")
     if gang.epoch in state.gangs.set_of and not command.repin:
-        raise busy(job, "it takes turns with others on its devices, and so do its cores")
+        raise busy(job, "it is time-sliced with other jobs on its devices, and so do its cores")
     if command.repin:
         return (events.CoresChanged(now, _user(command), job.number, gang.claims, True),), JobAnswer(job.number)
     spec = job_updates.with_cores(job.spec, command.millicores)

@@ -206,7 +206,9 @@ def check_resize(state: State, job: JobRecord, gpus: int) -> Gang:
     if job.next_epoch or job.ending is not None:
         raise busy(job, "it is being moved or ends")
     if gang is not None and gang.epoch in state.gangs.set_of:
-        raise _refused(job, "it takes turns with others on its GPUs, and keeps its size until it has some to itself")
+        raise _refused(
+            job, "it is time-sliced with other jobs on its GPUs, and keeps its size until it has some to itself"
+        )
     rests = gang is not None and gang.phase is GangPhase.PARKED and gang.parked_by_plan
     if job.state is not JobState.HOLDING or gang is None or not (gang.phase is GangPhase.RUNNING or rests):
         raise not_running(job, gang)

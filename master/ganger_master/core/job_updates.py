@@ -205,7 +205,7 @@ def _check_now(state: State, job: JobRecord, spec: JobSpec, now: float) -> None:
         is_sliced = job.epoch in state.gangs.set_of or job.next_epoch in state.gangs.set_of
         if is_sliced and any(aspect.name in ("priority", "time limit") for aspect in otherwise):
             text = (
-                f"{job.name} takes turns with others, which is for jobs of one priority and without a time limit: "
+                f"{job.name} is time-sliced with others, which is for jobs of one priority and without a time limit: "
                 "suspend it, update it, and resume it"
             )
         text = text or reservations.reached_by(state, job, spec, now)

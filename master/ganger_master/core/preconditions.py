@@ -119,7 +119,9 @@ def check_move(
     if job.next_epoch or job.ending is not None:
         raise busy(job, "it is being moved or ends")
     if gang is not None and gang.node_set and not has_arenas(gang):
-        raise busy(job, "it takes turns with others on its devices, and no host memory is reserved to leave them")
+        raise busy(
+            job, "it is time-sliced with other jobs on its devices, and no host memory is reserved to leave them"
+        )
     may_rest = bool(claims) and gang is not None and gang.phase is GangPhase.PARKED and gang.parked_by_plan
     if job.state is not JobState.HOLDING or gang is None or not (gang.phase is GangPhase.RUNNING or may_rest):
         raise not_running(job, gang)

@@ -279,7 +279,7 @@ def give_gang(state: State, job: JobRecord, gang: Gang, now: float, cause: str) 
 
 def _refusal_by_order(newest: StoredOrder, parts: Mapping[str, Stray]) -> str:
     if any(_order_of(part).is_sliced for part in parts.values()):
-        return "it takes turns with others on its devices"
+        return "it is time-sliced with other jobs on its devices"
     if newest.intent not in (GangIntent.RUN, GangIntent.PARK, GangIntent.HAND_OVER):
         return f"it was ordered to {newest.intent.value.lower()}"
     if newest.restore.parked_epoch and any(part.phase not in _SETTLED for part in parts.values()):

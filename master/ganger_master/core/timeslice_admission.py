@@ -217,7 +217,7 @@ def _check_complete(state: State, before: TimesliceGroup, members: Mapping[int, 
         number = state.gangs[epoch].job
         member = members.get(number)
         if member is None:
-            detail = f"jobs/{number} takes turns there too: name it, or suspend it first"
+            detail = f"jobs/{number} is time-sliced there, too: name it, or suspend it first"
             refuse(next(iter(members)), Reason.CLAIM_MISMATCH, {"epoch": epoch}, detail=detail)
         if member.gang is None or member.gang.epoch != epoch:
             # A lost node has not reported that the gang is gone.
