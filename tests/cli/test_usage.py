@@ -56,6 +56,12 @@ def test_one_team_or_one_user_is_shown_and_unknown_ones_are_named(
     assert "there is no use of user 'eve'" in capsys.readouterr().err
 
 
+def test_a_cluster_without_teams_is_called_that(call: Call, master: CannedMaster, capsys: Output) -> None:
+    master.usage.teams.add(weight=1.0)
+    assert call("usage", "--team", "text") == 3
+    assert "there is no team 'text': the cluster has no teams" in capsys.readouterr().err
+
+
 def test_since_is_a_date_or_a_duration(call: Call, table: CannedMaster, capsys: Output) -> None:
     assert call("usage", "--since", "2026-11-06") == 0
     assert times.unix_s(table.requests[-1].since_time) == DAY

@@ -306,7 +306,8 @@ def _choose_teams(found: Usage, team: str | None, user: str | None) -> None:
     """Leave the teams and users that the options name. Raises CommandError if there are none."""
     names = [one.team or _NO_TEAM for one in found.teams]
     if team is not None and team not in names:
-        there = f"there are {', '.join(names)}" if names else "none has used a GPU"
+        is_one_named = any(one.team for one in found.teams)
+        there = f"there are {', '.join(names)}" if is_one_named else "the cluster has no teams"
         raise CommandError(f"there is no team {team!r}: {there}", ExitCode.NOT_FOUND)
     for at in reversed(range(len(names))):
         one = found.teams[at]
