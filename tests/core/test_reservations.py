@@ -489,3 +489,13 @@ def test_a_job_leaves_a_node_for_the_only_one_that_is_not_reserved_for_others() 
     waiting.step(ReserveNodes(replace(COURSE, nodes=tuple(nodes[:-1]), start=10.0), "olga"))
     at(waiting, 20.0)
     assert has_place(waiting.state, waiting.job(waiting.submit(job_of(2), "cat")), waiting.now)
+
+
+def test_the_history_has_when_a_reservation_begins_and_how_long_it_is() -> None:
+    drive = reserved(replace(UPGRADE, reason="disks"))
+    began = next(row for row in drive.told if row.kind == "nodes_reserved")
+    assert began.message == "upgrade: 1 node for maintenance (disks), in 16m 39s for 16m 40s"
+    at(drive, 1_400.0)
+    drive.step(UpdateReservation("upgrade", duration_s=700.0, user="eve"))
+    changed = next(row for row in reversed(drive.told) if row.kind == "reservation_updated")
+    assert changed.message == "upgrade: 1 node for maintenance (disks), for another 5m"

@@ -165,7 +165,7 @@ def begin(state: State, event: NodesReserved) -> None:
     """Store a new or changed reservation, and bring its nodes up to date."""
     kind = "reservation_updated" if event.reservation.name in state.reservations else "nodes_reserved"
     state.put_reservation(event.reservation)
-    state.history(event.time, "cluster", kind, event.cause, in_words(event.reservation))
+    state.history(event.time, "cluster", kind, event.cause, in_words(event.reservation) + _span(event))
     follow(state, event.time, event.cause)
 
 
@@ -182,6 +182,14 @@ def in_words(reservation: Reservation) -> str:
     return f"{reservation.name}: {counted(len(reservation.nodes), 'node')} {purpose}" + (
         f" ({reservation.reason})" if reservation.reason else ""
     )
+
+
+def _span(event: NodesReserved) -> str:
+    """Return ", in 2h for 30m": the start and duration of a reservation as it is made or changed."""
+    start, end = event.reservation.start, event.reservation.end
+    if start <= event.time:
+        return f", for another {format_duration(max(0.0, end - event.time))}"
+    return f", in {format_duration(start - event.time)} for {format_duration(end - start)}"
 
 
 # -- time --------------------------------------------------------------------------------------------------------------
