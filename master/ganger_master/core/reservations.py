@@ -13,7 +13,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable
 from enum import Enum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ganger.cluster.refusals import Reason, Refusal
 from ganger.protocol.gang_orders import Mechanism
@@ -50,22 +50,28 @@ def phase_of(reservation: Reservation, now: float) -> ReservationPhase:
     return ReservationPhase.EMPTYING if now >= reservation.start - reservation.lead_s else ReservationPhase.AHEAD
 
 
-def hold_of(reservations: Iterable[Reservation], node: str, now: float) -> tuple[str, tuple[str, ...]]:
-    """Return what a node is reserved for at a time, `Node.reservation` and `reserved_for`. No two reservations have a
-    node at once."""
+class NodeHold(NamedTuple):
+    """What a node is reserved for: `Node.reservation` and `reserved_for`. `name`: of the reservation, or empty."""
+
+    name: str = ""
+    users: tuple[str, ...] = ()
+
+
+_NO_HOLD: Final = NodeHold()
+
+
+def hold_of(reservations: Iterable[Reservation], node: str, now: float) -> NodeHold:
+    """Return what a node is reserved for at a time, in Unix seconds. No two reservations have a node at once."""
     found = [hold for one in reservations if node in one.nodes and (hold := _hold(one, now)) != _NO_HOLD]
     return found[0] if found else _NO_HOLD
 
 
-_NO_HOLD: Final = ("", ())
-
-
-def _hold(reservation: Reservation, now: float) -> tuple[str, tuple[str, ...]]:
+def _hold(reservation: Reservation, now: float) -> NodeHold:
     match phase_of(reservation, now):
         case ReservationPhase.EMPTYING:
-            return reservation.name, ()
+            return NodeHold(reservation.name)
         case ReservationPhase.ACTIVE:
-            return reservation.name, reservation.users
+            return NodeHold(reservation.name, reservation.users)
         case _:
             return _NO_HOLD
 
@@ -217,14 +223,13 @@ def note_node(state: State, name: str, now: float, cause: str) -> None:
         _note(state, name, hold_of(state.reservations.values(), name, now), now, cause)
 
 
-def _note(state: State, name: str, hold: tuple[str, tuple[str, ...]], now: float, cause: str) -> None:
+def _note(state: State, name: str, hold: NodeHold, now: float, cause: str) -> None:
     node = state.nodes.get(name)
     if node is None or (node.reservation, node.reserved_for) == hold:
         return
-    reservation, users = hold
-    state.put_node(replace(node, reservation=reservation, reserved_for=users))
-    kind = "node_released" if not reservation else "node_reserved" if users else "node_emptied"
-    state.history(now, f"nodes/{name}", kind, cause, reservation or node.reservation)
+    state.put_node(replace(node, reservation=hold.name, reserved_for=hold.users))
+    kind = "node_released" if not hold.name else "node_reserved" if hold.users else "node_emptied"
+    state.history(now, f"nodes/{name}", kind, cause, hold.name or node.reservation)
 
 
 def next_time(reservations: Iterable[Reservation], now: float) -> float:
