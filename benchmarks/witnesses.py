@@ -55,7 +55,7 @@ class Record:
     _read: dict[Path, int] = field(default_factory=dict)
 
     def read(self) -> list[Step]:
-        """All steps, with what came since the last look: whole lines only."""
+        """Return all steps so far. Lines that are not whole yet come with a later call."""
         for path in sorted(self.path.parent.glob(f"{self.path.name}.[0-9]*")):
             with path.open("rb") as file:
                 file.seek(self._read.get(path, 0))
@@ -69,7 +69,7 @@ class Record:
         return self.steps
 
     def done(self) -> int:
-        """How many steps its ranks have done so far, also those that were undone."""
+        """Return the number of steps that its ranks have done so far, also those that were undone."""
         return len(self.read())
 
 
@@ -99,7 +99,8 @@ class Death:
 
 
 def what_counts(steps: Iterable[Step]) -> list[Step]:
-    """All but what was undone: an attempt that begins with a step takes back what earlier ones did from there on."""
+    """Return the steps that were not undone: an attempt that begins with a step undoes what earlier ones did from there
+    on."""
     counts: list[Step] = []
     for own in _by_attempt(steps):
         first = min(one.step for one in own)
@@ -202,7 +203,7 @@ def by_step_and_rank(steps: Iterable[Step]) -> dict[tuple[int, int], Step]:
 
 
 def losses_of_batches(steps: Iterable[Step]) -> dict[int, float]:
-    """Of whole batches, each from its world's ranks, by step: those that every rank has told of."""
+    """Return the loss of each batch that every rank of its world has recorded, by step."""
     by_step: dict[int, list[Step]] = defaultdict(list)
     for one in steps:
         by_step[one.step].append(one)
@@ -228,7 +229,7 @@ def samples_not_once(steps: Iterable[Step], of_epoch: int) -> list[str]:
 
 
 def switches(steps: Iterable[Step]) -> int:
-    """How often a device went over from one job to another."""
+    """Return how often a device passed from one job to another."""
     by_device: dict[Device, list[Step]] = defaultdict(list)
     for one in steps:
         for device in one.where:

@@ -24,7 +24,7 @@ _CGROUP: Final = "ganger-install-check"
 _BOOT_S: Final = 180.0
 # Moves a shell into the control groups that come before "--", and runs what comes after it there.
 _ENTER: Final = 'while test "$1" != --; do echo $$ >"$1/cgroup.procs" || exit 1; shift; done; shift; exec "$@"'
-# Of the running system, not of what is installed: the kernel's, and what services and logins write about themselves.
+# State of the running system, not of an installation: the kernel's, and what services and logins write.
 _SERVICES: Final = ("/run/systemd", "/run/log", "/run/user", "/run/motd.dynamic", "/var/log")
 _NOT_COMPARED: Final = ("/proc", "/sys", "/dev/pts", "/srv/wheels", *_SERVICES)
 # Programs that come and go by themselves.
@@ -182,7 +182,7 @@ def _is_removed(top: Path) -> bool:
 
 
 def _controllers() -> list[Path]:
-    """The mounted hierarchies: of version 2 the root alone, else each of version 1 and the unified one."""
+    """Return the mounted hierarchies: the root of version 2, or each one of version 1 and the unified one."""
     if (_CGROUPS / "cgroup.procs").exists():
         return [_CGROUPS]
     return sorted(path for path in _CGROUPS.iterdir() if (path / "cgroup.procs").exists() and not path.is_symlink())

@@ -100,7 +100,7 @@ def _make_base(base: Path) -> None:
     shutil.copy(ssh / "id_ed25519.pub", ssh / "authorized_keys")
     key = (base / "etc" / "ssh" / "ssh_host_ed25519_key.pub").read_text()
     (ssh / "known_hosts").write_text(f"*.{DOMAIN} {key}")
-    # Of timers that would change files during the check.
+    # These timers would change files during the check.
     run("chroot", str(base), "systemctl", "mask", "--quiet", "apt-daily.timer", "apt-daily-upgrade.timer",
         "dpkg-db-backup.timer", "systemd-tmpfiles-clean.timer", "fstrim.timer", "e2scrub_all.timer")  # fmt: skip
     (base / ".ready").touch()

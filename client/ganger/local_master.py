@@ -22,7 +22,7 @@ from ganger.service_unit import MASTER_UNIT, unit_text
 # Marks a directory that was made here and may be removed.
 MADE: Final = ".made-by-ganger"
 MADE_UNIT: Final = "# Made by ganger cluster init."
-# Of all programs on a machine: removed once it is empty.
+# Name of directories that all programs of a machine share: removed once they are empty.
 SHARED_DIRECTORY: Final = "ganger"
 _SYSTEMD: Final = Path("/run/systemd/system")
 # Accounts of jobs go through the storage to their own directories in it.
@@ -32,7 +32,7 @@ _DAYS: Final = 365.0
 
 
 class LocalMasterError(Exception):
-    """A step failed; the message has what was done, and what to do."""
+    """A step failed. The message has the step and its error, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +66,12 @@ def check_machine(places: MasterPlaces) -> None:
 
 
 def is_made_here(places: MasterPlaces) -> bool:
-    """Whether the master's unit is there, and `ganger cluster init` has made it."""
+    """Return whether the master's unit is there, made by `ganger cluster init`."""
     return places.unit.is_file() and MADE_UNIT in places.unit.read_text().split("\n", 1)[0]
 
 
 def is_anything_made(places: MasterPlaces) -> bool:
-    """Whether anything of what `ganger cluster init` makes is there."""
+    """Return whether anything is there that `ganger cluster init` made."""
     return is_made_here(places) or any((directory / MADE).exists() for directory in places.directories)
 
 

@@ -43,7 +43,7 @@ _MADE_UNIT: Final = "# Made by ganger cluster add."
 _OPEN: Final = "umask 022;"
 _FOREIGN_UNIT: Final = shlex.quote(f"{_UNIT} is there, and `cluster add` did not make it: remove it first")
 _LONGEST: Final = 400
-# Of a daemon's notes: its run directory, and the name of its control groups.
+# Reads from a daemon's notes its run directory, and the name of its control groups.
 _FIELDS: Final = (
     """run=$(sed -n 's/.*"run_directory": *"\\([^"]*\\)".*/\\1/p' {node} 2>/dev/null);"""
     """ group=$(sed -n 's/.*"cgroup": *"\\(ganger-[0-9a-f]*\\)".*/\\1/p' {node} 2>/dev/null);"""

@@ -1,5 +1,5 @@
-"""Amounts as people write them ("16G", "2h30m", "1.5" cores), as numbers; and numbers, counts and errors of the
-system as people read them; and texts of others, safe for a terminal. In ranks, in programs and in commands."""
+"""Amounts as people write them ("16G", "2h30m", "1.5" cores), as numbers; numbers, counts and errors of the system as
+people read them; and texts of others, safe for a terminal. In ranks, in programs and in commands."""
 
 from __future__ import annotations
 
@@ -167,8 +167,8 @@ def os_failure(error: Exception) -> str:
 
 
 def visible(text: str, lines: bool = False) -> str:
-    """The text with each sign that a terminal would obey written out, as Python does: \\x1b. With `lines` newlines stay
-    what they are."""
+    """Return the text with each sign that a terminal would obey written out, as Python does: \\x1b. lines: newlines
+    stay what they are."""
     if text.isprintable():
         return text
     return (_CONTROLS_BUT_NEWLINE if lines else CONTROLS).sub(lambda found: ascii(found[0])[1:-1], text)

@@ -74,7 +74,7 @@ def cluster() -> None:
 
 
 def _master_options(command: Any) -> Any:
-    """The options that say where a master lies on this machine."""
+    """Add the options for the directories of a master on this machine."""
     for option in (
         click.option(
             "--state-dir", "state", type=Directory(), help="Of the master.  [default: /var/lib/ganger/master]"

@@ -285,7 +285,7 @@ _HIDDEN = ("zlib.", "_bz2.", "_lzma.", "_csv.reader", "mmap.")
 _HASHES = ("_hashlib", "_md5", "_sha", "_blake2")
 _DATES = (datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo)
 
-# Of the environment, these are set by libraries that begin to work.
+# Prefixes of environment variables that libraries set once they begin to work.
 _BY_LIBRARIES = (
     *("CUDA_", "GANGER_", "KMP_", "MKL_", "NCCL_", "OMP_", "PYTEST_", "PYTORCH_", "TF_", "TOKENIZERS_", "TORCH"),
     *("TRITON_", "XLA_"),

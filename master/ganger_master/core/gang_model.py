@@ -124,7 +124,7 @@ class Piece(Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class Idleness(Struct, frozen=True, gc=False, omit_defaults=True):
-    """That a gang does not use the devices that it holds. `since`: at the latest, in Unix seconds; `park_time`: when it
+    """The state of a gang that does not use its devices. `since`: at the latest, in Unix seconds; `park_time`: when it
     is, or was, parked for it, zero: not at all; `park_refusal`: why it is not, although the
     settings have a time; empty otherwise."""
 

@@ -35,7 +35,7 @@ from ganger_master.core.state import State
 CONFLICTS_BEFORE = 3
 # Jobs that places are kept for at once.
 _MOST_KEPT = 8
-# The first of the nodes that may do nearly always does.
+# Nodes that are tried for one place: the first one nearly always has it.
 _NODES_TRIED = 8
 _SPREADS_TRIED = 4
 
@@ -50,6 +50,8 @@ class KeptPlaceRequest(Struct, frozen=True, gc=False):
 
 
 class KeptPlace(Struct, frozen=True, gc=False):
+    """The claims that are kept for a job, and its rank."""
+
     job: str
     rank: int
     claims: tuple[Claim, ...]
@@ -364,7 +366,7 @@ _KEPT_S = 0.5
 
 
 def first_blocked(state: State) -> list[JobRecord]:
-    """The first waiting jobs that lack pieces; those ahead of any job are the first ones of them."""
+    """Return the first waiting jobs that lack pieces, in the order of the queue."""
     return [state.jobs[number] for number in _blocked(state).numbers]
 
 

@@ -84,7 +84,7 @@ _SHOWN: Final = 10
 _TEXT_LIMIT: Final = 1_000
 _USERS_LIMIT: Final = 1_000
 _LONGEST_S: Final = 366 * 86_400.0
-# Of the year 9999, by Unix's clock.
+# The last second of the year 9999, in Unix seconds.
 _LAST_SECOND: Final = 253_402_300_799.0
 
 

@@ -323,7 +323,7 @@ class MigrationContext:
 
     @property
     def free(self) -> int:
-        """The number of devices on available nodes that are neither held nor kept."""
+        """Return the number of devices on available nodes that are neither held nor kept."""
         return self.room.free_devices
 
     @cached_property
