@@ -192,3 +192,13 @@ def test_a_waiting_order_reports_what_it_waits_for(
     job.capabilities.is_presumed = presumed
     job.progress.step_time.FromSeconds(1_000)
     assert told in obstacle(job, now=1_007.0)
+
+
+def test_a_wait_names_the_host_memory_that_an_offload_lacks() -> None:
+    job = job_pb2.Job(name="jobs/1", state=job_pb2.Job.STATE_HOLDING)
+    job.gang.phase = job_pb2.Gang.PHASE_RUNNING
+    job.capabilities.can_offload = True
+    job.gang.claims.add(node="nodes/n1")
+    assert obstacle(job) == "job 1 is running: no host memory is reserved so far for what it has on its GPUs"
+    job.gang.claims[0].arena_bytes = 1
+    assert obstacle(job) == "job 1 is running"

@@ -63,6 +63,8 @@ def obstacle(job: Job, now: float | None = None) -> str:
         return f"{name} is {state_text(job)}: it has not reached its first boundary yet"
     if job.state == job.STATE_HOLDING and (phase == Gang.PHASE_STARTING or job.capabilities.is_presumed):
         return f"{name} is {state_text(job)}: its script has not reported yet what it can save"
+    if phase == Gang.PHASE_RUNNING and job.capabilities.can_offload and not _has_arena(job):
+        return f"{name} is {state_text(job)}: no host memory is reserved so far for what it has on its GPUs"
     if phase != Gang.PHASE_STOPPING:
         return f"{name} is {state_text(job)}"
     if job.gang.stop_step:
@@ -192,8 +194,11 @@ def can_rest(job: Job, level: str | None) -> bool:
     can = job.capabilities
     is_known = job.HasField("capabilities") and (not can.is_presumed or level == "pause")
     # Host memory is reserved for its state once the job has reported its size.
-    has_room = level != "offload" or not can.can_offload or all(claim.arena_bytes for claim in job.gang.claims)
-    return is_known and has_room
+    return is_known and (level != "offload" or not can.can_offload or _has_arena(job))
+
+
+def _has_arena(job: Job) -> bool:
+    return all(claim.arena_bytes for claim in job.gang.claims)
 
 
 def can_move(job: Job) -> bool:
