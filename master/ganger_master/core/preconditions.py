@@ -106,7 +106,7 @@ def check_suspend(state: State, job: JobRecord, level: SuspendLevel) -> SuspendL
     if present == level and job.state is JobState.SUSPENDED:
         return SuspendLevel.NONE
     if level is SuspendLevel.OFFLOAD and gang.intent is GangIntent.RUN and not has_arenas(gang):
-        why = job.capabilities.missing.get("OFFLOAD", "no host memory is reserved for its arena")
+        why = job.capabilities.missing.get("OFFLOAD", "no host memory is reserved for it: submit with --gpu-memory")
         raise RefusedError("LEVEL_UNAVAILABLE", f"{job.name} cannot be offloaded: {why}", {"job": job.name})
     return level
 
