@@ -314,23 +314,23 @@ def run_in_parts_as_alone(
     return alone
 
 
-def gang(directory: Path, script: Path, arguments: Sequence[object], **options: Any) -> list[Rank]:
-    """Two ranks of one gang, as on two nodes: they share nothing but the rendezvous store."""
-    store = Rendezvous()
-    return [Rank(directory, script, arguments, rank=rank, world=2, rendezvous=store, **options) for rank in range(2)]
+def gang(directory: Path, script: Path, arguments: Sequence[object], world: int = 2, **options: Any) -> list[Rank]:
+    """The ranks of one gang, as on a node each: they share nothing but the rendezvous store."""
+    store, one = Rendezvous(), {"world": world, **options}
+    return [Rank(directory, script, arguments, rank=rank, rendezvous=store, **one) for rank in range(world)]
 
 
 def run_gang_in_parts(
-    directory: Path, script: Path, arguments: Sequence[object], stops: Sequence[int]
+    directory: Path, script: Path, arguments: Sequence[object], stops: Sequence[int], world: int = 2
 ) -> list[list[Rank]]:
-    """As `run_in_parts`, with two ranks and the agent. Return the ranks of each part."""
+    """As `run_in_parts`, with a gang and the agent. Return the ranks of each part."""
     restore: dict[str, Any] | None = None
     parts = []
     for number, step in enumerate([*stops, 0]):
         shards = directory / f"checkpoint-{number}"
         more: dict[str, Any] = {"agent": True, "restore": restore, "stop_at": step, "checkpoint": shards}
-        ranks = gang(directory / f"part-{number}", script, arguments, **more)
-        assert end_together(ranks) == ([75, 75] if step else [0, 0]), ranks[0].output() + ranks[1].output()
+        ranks = gang(directory / f"part-{number}", script, arguments, world, **more)
+        assert end_together(ranks) == [75 if step else 0] * world, "".join(rank.output() for rank in ranks)
         restore = {"kind": "checkpoint", "path": str(shards), "step": step}
         parts.append(ranks)
     return parts

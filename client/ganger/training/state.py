@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ganger.training.gradient_buckets import begin_with, bucket_orders
 from ganger.training.image_io import ImagePlan, OpenImage, host_view, plan_image, read_tensors
 from ganger.training.sharded_reading import LaidOutAs, read_state, reshard, whole_shape
 from ganger.training.state_codec import (
@@ -143,6 +144,7 @@ def capture(training: TrainingObjects, position: dict[str, Any]) -> Captured:
         tree[f"{kind}s"] = {name: encode(item.state_dict(), table, f"{kind} {name}") for name, item in items.items()}
     tree["random"] = encode(capture_random(), table, "random")
     tree["position"] = encode(position, table, "position")
+    tree["buckets"] = bucket_orders()
     return Captured(tree, tuple(table.tensors), live, table.layouts)
 
 
@@ -173,6 +175,7 @@ def restore(training: TrainingObjects, image: OpenImage, shard: Callable[[int], 
         )
         state = decode(image.tree, tensors.__getitem__)
         _apply(training, state)
+        begin_with(image.tree.get("buckets", ()))
         unclaimed = {name: item for name, item in state["objects"].items() if name not in training.objects}
         notice = notice_of_change(str(image.header.get("device_model", "")), device_model(tensors.values()))
         rank, world = int(image.header["rank"]), int(image.header["world"])
