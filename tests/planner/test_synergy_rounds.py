@@ -12,9 +12,10 @@ from core.drive import GIB, job_of
 from ganger.cluster.resources import Locality, LocalityLevel, Role, TaskShape
 from ganger.job_state import JobState
 from ganger_master.core.answers import PlanAnswer
-from ganger_master.core.commands import CancelJob, ProposePlan
+from ganger_master.core.commands import CancelJob, CordonNode, ProposePlan
 from ganger_master.core.gang_model import GangIntent, ObservedPhase
 from ganger_master.core.job_model import JobSpec
+from ganger_master.core.node_model import Reservation
 from ganger_master.planner.context import ClusterChange, PlannerSettings, PlanVerdict
 from ganger_master.planner.loop import PlannerLoop
 from ganger_master.planner.plan_pace import PlanPace
@@ -236,6 +237,36 @@ def test_a_node_that_is_removed_during_a_round_ends_the_wait_for_its_places() ->
     view.remove(emptied)
     jobs = [(*drive.as_told(job), 0) for job in drive.state.jobs.values()]
     drive.loop.observe(ClusterChange(view, jobs, is_whole=True), drive.now)
+    plan, _ = drive.loop.step(drive.now)
+    assert plan is None or gang not in [change.number for change in plan.changes]
+
+
+@pytest.mark.parametrize("pending", [0, 1])
+@pytest.mark.parametrize("policy", ["las+synergy-tune", "las+synergy-greedy", "fifo+synergy-opt"])
+def test_while_no_node_takes_jobs_a_round_changes_nothing(policy: str, pending: int) -> None:
+    drive, _ = two_apart(policy)
+    drive.plans()
+    drive.all_begin()
+    for node in ("n1", "n2"):
+        drive.step(CordonNode(node, "disks"))
+    for _ in range(pending):
+        drive.add()
+    drive.now += EVERY_S
+    assert drive.plans() == []
+
+
+def test_a_reservation_that_begins_during_a_round_ends_the_wait_for_places_on_its_nodes() -> None:
+    drive, _ = two_apart("las+synergy-tune")
+    drive.plans()
+    gang = drive.add(4, locality=Locality(LocalityLevel.NODE))
+    drive.now += EVERY_S
+    moved = [number for kind, number in drive.plans() if kind == "SUSPEND"]
+    (emptied,) = {drive.place(number)[0] for number in moved}
+    for number in moved:
+        drive.rests(number)
+    reserved = Reservation("paper", (emptied,), drive.now - 1.0, drive.now + 60.0, ("ann",))
+    jobs = [(*drive.as_told(job), 0) for job in drive.state.jobs.values()]
+    drive.loop.observe(ClusterChange(drive.state.view.copy(), jobs, is_whole=True, reservations=(reserved,)), drive.now)
     plan, _ = drive.loop.step(drive.now)
     assert plan is None or gang not in [change.number for change in plan.changes]
 

@@ -87,15 +87,17 @@ def _packed(tuning: Tuning, context: PlanContext) -> Packing | frozenset[int] | 
     may_stop = facts.is_running & facts.is_preemptible
     fixed = [job.number for job, gang in _gangs(table, choice, may_stop) if not packable.is_movable(job, gang)]
     is_movable = may_stop & ~table.are_among(choice.rows, fixed)
-    leaving = _gangs(table, choice, may_stop & ~choice.is_chosen)
+    names = [name for slot, name in enumerate(view.nodes) if view.available[slot]]
+    numbered = {name: at for at, name in enumerate(names)}
+    not_chosen = _gangs(table, choice, may_stop & ~choice.is_chosen)
+    # A gang leaves no room on nodes that take no jobs.
+    leaving = [(job, gang) for job, gang in not_chosen if any(claim.node in numbered for claim in gang.claims)]
     running = {job.number: (job, gang) for job, gang in _gangs(table, choice, is_movable & choice.is_chosen)}
     is_packed = choice.is_chosen & (is_movable | ~facts.is_running)
     chosen = table.jobs_at(choice.rows[choice.line[is_packed[choice.line]]])
     if context.terms.co_located:
         return None
     jobs = [job for job in chosen if packable.by_gpus(job)]
-    names = [name for slot, name in enumerate(view.nodes) if view.available[slot]]
-    numbered = {name: at for at, name in enumerate(names)}
     held = [gang for _, gang in (*running.values(), *leaving, *table.going)]
     if len(jobs) == len(chosen):
         apart = _Apart({}, nodes_of(view, numbered, list(map(_with_arenas, held)), ()))
@@ -114,7 +116,8 @@ def _packed(tuning: Tuning, context: PlanContext) -> Packing | frozenset[int] | 
     is_unknown = np.array([not known.knows_memory_of(job.number) for job in jobs], bool)
     if not (len(packed) or leaving or table.going):
         return None
-    if all(present) and not apart.needs_room and not _is_faster(gangs, packed, present, is_unknown):
+    is_settled = all(present) and not apart.needs_room
+    if is_settled and not (jobs and _is_faster(gangs, packed, present, is_unknown)):
         return None
     places = {
         job.number: tuple([(names[node], count, *some) for (node, count), some in zip(*place, strict=True)])
@@ -195,6 +198,12 @@ def plan_packed(packing: Packing, context: PlanContext) -> RoundDraft:
             wish = _staying(view, job, gang, places[number], known, tried)
             stays.extend([] if wish is None else [wish])
     waiting = table.jobs_at(queue.rows[queue.waiting])
+    for job in waiting:
+        # A reservation may have begun since the packing: the job goes where it fits later.
+        if not job.closed_nodes.isdisjoint([node for node, *_ in places.get(job.number, ())]):
+            del places[job.number]
+        if not job.closed_nodes.isdisjoint([claim.node for claim in apart.get(job.number, ())]):
+            del apart[job.number]
     starts = [_starting(view, job, places[job.number]) for job in waiting if job.number in places]
     starts += [_starting_apart(view, job, apart[job.number]) for job in waiting if job.number in apart]
     starts.sort(key=lambda wish: wish.job.number)
