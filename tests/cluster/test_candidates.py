@@ -97,6 +97,19 @@ def test_a_gang_of_several_types_grows_on_the_one_that_it_has() -> None:
     assert resized(view, gang(6), held) is not None, "a gang that names none takes both"
 
 
+def test_a_gang_grows_onto_no_node_that_is_closed_to_it() -> None:
+    view, wanted = two_types(), gang(2)
+    (held, *_) = candidates(view, wanted).candidates
+    for claim in held:
+        view.take(claim, 2)
+    grown = resized(view, gang(6), held)
+    assert grown is not None
+    (own,), others = {claim.node for claim in held}, {claim.node for claim in grown}
+    assert len(others) == 2
+    assert resized(view, replace(gang(6), closed_nodes=frozenset(others - {own})), held) is None
+    assert resized(view, replace(gang(6), closed_nodes=frozenset({own})), held) == grown, "where it is it may grow"
+
+
 def test_what_each_type_lacks_is_named_where_a_gang_accepts_several() -> None:
     view = two_types()
     for kind in ("old", "new"):

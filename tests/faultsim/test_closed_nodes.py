@@ -10,7 +10,13 @@ from core.drive import job_of
 from faultsim.fault_cluster import FaultCluster
 from faultsim.test_stories import SERVER, phase
 from ganger_master.core.answers import Done, PlanAnswer
-from ganger_master.core.commands import CordonNode, DeleteReservation, ProposePlan, ReserveNodes, UncordonNode
+from ganger_master.core.commands import (
+    CordonNode,
+    DeleteReservation,
+    ProposePlan,
+    ReserveNodes,
+    UncordonNode,
+)
 from ganger_master.core.gang_model import GangPhase
 from ganger_master.core.job_model import Agent, JobSpec
 from ganger_master.core.job_rules import may_never_start
@@ -54,7 +60,10 @@ class Planned:
             (job, state.gangs.get(job.epoch), 0) for job in state.jobs.values() if may_never_start(state, job) is None
         ]
         reservations = tuple(state.reservations.values())
-        change = ClusterChange(state.view, jobs, is_whole=self.is_whole, reservations=reservations, quantum_s=30.0)
+        draining = tuple(state.nodes.draining)
+        change = ClusterChange(
+            state.view, jobs, is_whole=self.is_whole, draining=draining, reservations=reservations, quantum_s=30.0
+        )
         self.loop.observe(change, now)
         self.is_whole = False
         steps = {gang.uid: gang.step for gang in self.cluster.physics.gangs.values()}
@@ -152,3 +161,19 @@ def test_only_a_job_on_an_open_node_makes_way_for_one_to_which_a_node_is_closed(
     assert cluster.run_until(lambda: drive.phase(late) is GangPhase.RUNNING, 100.0)
     assert drive.node(late) != nodes
     assert [cluster.state.jobs[number].preemptions for number in victims] == [0, 1]
+
+
+@pytest.mark.parametrize("gpus", [(4, 4), (8,)])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_jobs_leave_nodes_that_are_all_reserved_and_go_on_afterwards(policy: str, gpus: tuple[int, ...]) -> None:
+    drive = Planned(policy)
+    cluster = drive.cluster
+    numbers = [drive.running(job_of(count), "ann") for count in gpus]
+    cluster.run_for(60.0)
+    now = cluster.engine.now
+    reserved = replace(drive.reserved, start=now + 60.0, end=now + 120.0, lead_s=60.0)
+    assert isinstance(cluster.ask(ReserveNodes(reserved, "olga")), Done)
+    cluster.run_for(60.0)
+    assert not any(cluster.state.gangs.places_on[node] for node in ("n1", "n2"))
+    cluster.run_for(60.0)
+    assert cluster.run_until(lambda: {drive.phase(number) for number in numbers} == {GangPhase.RUNNING}, 100.0)

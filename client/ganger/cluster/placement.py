@@ -147,7 +147,8 @@ def _with(
     own = sorted(masks, key=lambda node: -masks[node].bit_count())
     others: list[str] = []
     if missing and not one_node_only:
-        free = [(-view.free[slot].bit_count(), name) for name, slot in view.slots.items() if name not in masks]
+        closed = masks.keys() | shape.closed_nodes
+        free = [(-view.free[slot].bit_count(), name) for name, slot in view.slots.items() if name not in closed]
         others = [name for devices, name in sorted(free) if devices]
     for node in (*own, *others):
         slot = view.slots.get(node)

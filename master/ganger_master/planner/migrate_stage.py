@@ -62,9 +62,10 @@ def drain(migration: MigrationContext, node: str) -> None:
             break
         migration.begin(Goal.DRAIN, RoomPlan((), proposal.moves))
     if not migration.plans and not _is_any_job_moving(migration.table):
-        # A job on its way could still leave room.
+        # A job on its way could still leave room. A gang on two draining nodes has one change.
+        changed = {change.number for change in migration.changes}
         for job in (*[migration.gangs[number][0] for number in stuck], *_sharing(migration, node)):
-            if job.preemptible and job.capabilities.checkpoint:
+            if job.number not in changed and job.preemptible and job.capabilities.checkpoint:
                 level, purpose = SuspendLevel.CHECKPOINT, Purpose(Goal.DRAIN)
                 migration.changes.append(SuspendChange(job.number, job.revision, level=level, purpose=purpose))
 
