@@ -100,6 +100,16 @@ def test_those_shrink_whose_gpus_are_worth_the_least() -> None:
     assert shrink([good, poor], CapacityIndex(view), gang(6, nodes=2), claims) == {1: 1, 2: 1}
 
 
+def test_a_job_on_both_nodes_of_a_gang_is_cut_once() -> None:
+    view = cluster(2)
+    for node in range(2):
+        put(view, 7, node, 2, dict(BERT))
+    pieces = [put(view, 1, node, 2, {1: 1.0, 4: 2.0}) for node in range(2)]
+    job = replace(pieces[0][0], seat={claim.node: claim.device_mask for _, claim in pieces})
+    claims = {1: tuple([claim for _, claim in pieces])}
+    assert shrink([job], CapacityIndex(view), gang(2, nodes=2), claims) == {1: 1}
+
+
 def test_no_job_shrinks_for_a_gang_that_fits_already() -> None:
     view = cluster(2)
     job, claim = put(view, 1, 0, 4, dict(RESNET50))

@@ -432,11 +432,14 @@ def shrink(
     trying = Trial(room)
     for start in range(len(options)):
         sizes: dict[int, int] = {}
+        # A job on several of the nodes is cut once, first on the first of them.
+        at: dict[int, str] = {}
         for _, slot, cuts in options[start : start + count]:
             for number, size in cuts.items():
                 sizes[number] = min(size, sizes.get(number, size))
-            for number in cuts:
-                trying.give(_returned(elastic[number], sizes[number], view.nodes[slot], claims_of[number], view))
+                at.setdefault(number, view.nodes[slot])
+        for number, size in sizes.items():
+            trying.give(_returned(elastic[number], size, at[number], claims_of[number], view))
         found = placement.place(room, PlacementRequest(shape, math.inf))
         trying.undo()
         if found is not None:
