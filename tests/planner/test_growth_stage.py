@@ -236,7 +236,7 @@ def test_the_next_stage_drops_an_atomic_group_with_a_job_whose_size_changes() ->
     assert [change.number for change in sizes.followed_by(PlanDraft(colocation)).changes] == [1, 3]
 
 
-def test_busy_and_time_sliced_jobs_keep_their_sizes() -> None:
+def test_busy_time_sliced_and_partly_ended_jobs_keep_their_sizes() -> None:
     drive, number = fully_grown()
     drive.submit(job_of(2))
     context = drive.context(CapacityIndex(drive.state.view.copy()))
@@ -245,4 +245,6 @@ def test_busy_and_time_sliced_jobs_keep_their_sizes() -> None:
     assert plan_sizes(busy, drive.growing)[0] == Sizes()
     job, gang = drive.job(number), drive.state.gangs[drive.job(number).epoch]
     context.jobs.put(job, replace(gang, node_set=1))
+    assert plan_sizes(context, drive.growing)[0] == Sizes()
+    context.jobs.put(job, replace(gang, pieces=(replace(gang.pieces[0], held=None),)))
     assert plan_sizes(context, drive.growing)[0] == Sizes()

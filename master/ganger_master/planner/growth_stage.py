@@ -154,7 +154,9 @@ class GrowthStage(PlanStage):
 
 def _may_change(job: JobRecord, gang: Gang) -> bool:
     can = job.spec.is_elastic and job.spec.preemptible and job.capabilities.resize and not job.next_epoch
-    settled = gang.phase is GangPhase.RUNNING and job.ending is None
+    # A part that has ended has given its devices back.
+    is_whole = all(piece.held is not None for piece in gang.pieces)
+    settled = gang.phase is GangPhase.RUNNING and job.ending is None and is_whole
     # A co-located or time-sliced job keeps its size until it has devices of its own.
     return can and settled and not gang.node_set and not any(claim.shared_mask for claim in gang.claims)
 
