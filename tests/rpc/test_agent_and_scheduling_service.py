@@ -344,6 +344,18 @@ def test_progress_of_a_running_gang_shows_in_its_job(tmp_path: Path) -> None:
     asyncio.run(story())
 
 
+def test_log_of_a_rank_that_an_elastic_job_may_have_had_can_be_read(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with serving(tmp_path) as served:
+            await served.submit(spec_of(1, gpus_min=1, gpus_max=4))
+            had = served.jobs.ReadLog(job_service_pb2.ReadLogRequest(name="jobs/1", rank=3))
+            assert [chunk async for chunk in had] == []
+            never = served.jobs.ReadLog(job_service_pb2.ReadLogRequest(name="jobs/1", rank=4))
+            assert await reason(never.read()) == "RANK_NOT_FOUND"
+
+    asyncio.run(story())
+
+
 def test_log_of_a_rank_that_is_not_there_is_refused(tmp_path: Path) -> None:
     async def story() -> None:
         async with serving(tmp_path) as served:

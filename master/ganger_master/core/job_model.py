@@ -106,6 +106,11 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED_N
     def is_elastic(self) -> bool:
         return self.gpus_max > 0
 
+    @property
+    def most_tasks(self) -> int:
+        """The most tasks that its gang may have at one time."""
+        return max(self.tasks, self.gpus_max // self.roles[0].shape.gpus) if self.is_elastic else self.tasks
+
     def accepts(self, gpus: int) -> bool:
         """Return whether its gang may have so many devices."""
         if not self.is_elastic:

@@ -81,8 +81,9 @@ class LogProxy:
         JobNotFound, RankNotFound, OffsetBeyondEnd, and where nothing was found NodeSilent if there may be something,
         LogNotKept if there may have been."""
         job = self._shown.job_named(number)
-        if rank >= job.spec.tasks:
-            raise errors.RankNotFound(f"jobs/{number} has ranks 0 to {job.spec.tasks - 1}, not {rank}")
+        # An elastic job may have had the rank, and have fewer now.
+        if rank >= job.spec.most_tasks:
+            raise errors.RankNotFound(f"jobs/{number} has ranks 0 to {job.spec.most_tasks - 1}, not {rank}")
         position = offset
         if offset < 0:
             position = max(0, await self._end_of(job, rank) + offset)
