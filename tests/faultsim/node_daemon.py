@@ -330,6 +330,8 @@ class SimDaemon:
             peak_device_bytes=self.physics.peak_of(gang.uid) if gang.stepped else 0,
             capabilities=self._offered(ranks) if attached else Capabilities(),
             device_mask=ranks.order.claim.device_mask,
+            # A part that was launched is not launched again by a machine that has lost it.
+            pids=(1,) if attached else (),
             devices_idle=phase is ObservedPhase.RUNNING and self._is_idle(ranks),
             residue_bytes=(residue,) * self.configuration_set.devices if measures else (),
             kept_memory_bytes=int(self.physics.memory_used * ranks.order.claim.memory_bytes) if measures else 0,
