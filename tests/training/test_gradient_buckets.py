@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from ganger.training import gradient_buckets
 from training.harness import Rank, run_gang_in_parts, write_script
 
 pytestmark = pytest.mark.torch
@@ -63,6 +64,15 @@ def test_four_ranks_that_go_on_in_new_processes_add_their_gradients_in_the_same_
     parts = run_gang_in_parts(tmp_path / "parts", script, [], [1, 4, 8], world=4)
     for rank in range(4):
         assert [line for part in parts for line in results(part[rank])] == results(alone[rank])
+
+
+def test_in_a_version_of_pytorch_without_what_is_needed_no_order_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OlderWrapper:
+        find_unused_parameters = static_graph = False
+
+    wrapper = OlderWrapper()
+    monkeypatch.setattr(gradient_buckets, "_wrappers", {wrapper})
+    assert gradient_buckets.bucket_orders() == []
 
 
 def results(rank: Rank) -> list[str]:

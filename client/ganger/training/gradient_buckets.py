@@ -18,6 +18,20 @@ from torch import distributed
 
 # Parameters of a model, by name, in the order of its buckets.
 Order = list[str]
+# Not public: in a version of PyTorch that lacks one of these, orders are neither saved nor restored.
+_OF_WRAPPER = (
+    "_build_debug_param_to_name_mapping",
+    "_build_params_for_reducer",
+    "_comm_hooks",
+    "_ddp_init_helper",
+    "_get_ddp_logging_data",
+    "_has_rebuilt_buckets",
+    "find_unused_parameters",
+    "logger",
+    "mixed_precision",
+    "static_graph",
+)
+_OF_REDUCER = ("_push_all_rebuilt_params", "_rebuild_buckets", "_remove_autograd_hooks")
 # To look through all objects is slow: so often at most a process looks for wrapped models.
 _LOOKS = 3
 
@@ -42,7 +56,7 @@ def begin_with(orders: Sequence[Order]) -> None:
     left, pre_forward = [list(order) for order in orders], kind._pre_forward
 
     def begin(wrapper: Any, *inputs: Any, **options: Any) -> Any:
-        if torch.is_grad_enabled() and wrapper not in _begun:
+        if torch.is_grad_enabled() and wrapper not in _begun and _may_change(wrapper):
             named = set(_names(wrapper, _parameters(wrapper)[0]))
             order = next((one for one in left if set(one) == named), None)
             if order is not None:
@@ -83,10 +97,9 @@ def _order_of(wrapper: Any) -> Order:
 def _reorder(wrapper: Any, order: Order) -> None:
     """Give a wrapped model that has done no iteration a reducer whose buckets have this order."""
     reducer, hooks = wrapper.reducer, list(wrapper._comm_hooks)
-    is_known = all(hasattr(reducer, each) for each in ("_remove_autograd_hooks", "_push_all_rebuilt_params"))
     # A hook of PyTorch's own, in C++, cannot be read, and so not be registered again.
     has_other_hook = bool(_fact(wrapper, "comm_hook")) and not hooks
-    if not is_known or has_other_hook or not _may_change(wrapper) or wrapper._has_rebuilt_buckets:
+    if has_other_hook or wrapper._has_rebuilt_buckets:
         return
     parameters, are_sparse = _parameters(wrapper)
     names = _names(wrapper, parameters)
@@ -106,6 +119,9 @@ def _reorder(wrapper: Any, order: Order) -> None:
 
 def _may_change(wrapper: Any) -> bool:
     """Whether the order changes after the first iteration, in a way that is known here."""
+    is_known = all(hasattr(wrapper, each) for each in _OF_WRAPPER)
+    if not is_known or not all(hasattr(wrapper.reducer, each) for each in _OF_REDUCER):
+        return False
     return not (wrapper.find_unused_parameters or wrapper.static_graph or wrapper.mixed_precision is not None)
 
 
