@@ -313,8 +313,7 @@ def clock_stopped(job: JobRecord, now: float) -> JobRecord:
     if not job.running_since:
         return job
     # To the nanosecond, as messages have it: the rest is rounding of floats, and a planner would order jobs by it.
-    run_s = round(job.run_s + max(0.0, now - job.running_since), 9)
-    return replace(job, run_s=run_s, running_since=0.0)
+    return replace(job, run_s=round(job.ran_s(now), 9), running_since=0.0)
 
 
 def started(job: JobRecord, gang: Gang) -> JobRecord:
@@ -487,8 +486,7 @@ def ends_at(state: State, job: JobRecord) -> float | None:
 
 def counted_s(state: State, job: JobRecord, now: float) -> float:
     """Return the seconds that count against the job's time limit by now."""
-    since = runs_since(job, state.gangs.get(job.epoch))
-    return job.run_s + (max(0.0, now - since) if since else 0.0)
+    return job.ran_s(now, runs_since(job, state.gangs.get(job.epoch)))
 
 
 def failure_of(job: JobRecord) -> Failure:

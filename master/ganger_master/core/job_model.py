@@ -368,6 +368,12 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED
         is_free = self.ending is None and self.next_epoch == 0
         return self.state is _PENDING and is_free and not self.held and not self.again_at
 
+    def ran_s(self, now: float, since: float | None = None) -> float:
+        """Return for how many seconds it has run by `now`. since: when the present stretch began, 0: not running; by
+        default its first step."""
+        since = self.running_since if since is None else since
+        return self.run_s + (max(0.0, now - since) if since else 0.0)
+
     @property
     def attempt(self) -> int:
         """Number of the newest start of its gang, from 1, as its ranks have it in `GANGER_ATTEMPT`."""

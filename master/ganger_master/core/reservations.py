@@ -271,8 +271,7 @@ class NodeClosures:
         if can_leave(job):
             count = bisect_right(self._starts, now)
         else:
-            ran_s = job.run_s + (max(0.0, now - job.running_since) if job.running_since else 0.0)
-            count = bisect_left(self._starts, _end_of_start(job, ran_s, now))
+            count = bisect_left(self._starts, _end_of_start(job, job.ran_s(now), now))
         key = job.user if job.user in self._users else "", count
         found = self._known.get(key)
         if found is None:

@@ -152,8 +152,7 @@ def until_limits(table: LiveTable, rows: Integers, now: float) -> Floats:
         job = table.jobs[row]
         limit = None if job is None else job.time_limit_s
         if job is not None and limit is not None:
-            ran = job.run_s + (max(0.0, now - job.running_since) if job.running_since else 0.0)
-            left[at] = max(0.0, limit - ran)
+            left[at] = max(0.0, limit - job.ran_s(now))
     return left
 
 

@@ -286,7 +286,7 @@ class _Pass:
         return outcomes
 
     def _takes(self, job: JobRecord, gang: Gang) -> tuple[float, float]:
-        return self._migration.ran_s(job), self._migration.costs.pause_s(job, gang)
+        return self._migration.left_s(job), self._migration.costs.pause_s(job, gang)
 
     def _with_own(self, found: PlanDraft) -> PlanDraft:
         own = self._migration.changed

@@ -372,9 +372,9 @@ class MigrationContext:
         stages = [stage_of(step, self.table) for plan in self.plans for step in plan.steps]
         return sum(stage not in (Stage.DONE, Stage.RESTS) for stage in stages)
 
-    def ran_s(self, job: JobRecord) -> float:
-        """Return for how long a job has run, in seconds: without a better estimate it will run as long again."""
-        return job.run_s + (max(0.0, self.now - job.running_since) if job.running_since else 0.0)
+    def left_s(self, job: JobRecord) -> float:
+        """Return the estimate of how long a job will still run, in seconds: as long as it has run."""
+        return job.ran_s(self.now)
 
     def others(self, busy: frozenset[int]) -> Movables:
         """Return the gangs that may be moved for other jobs, without the `busy` ones."""

@@ -258,7 +258,7 @@ class OpportunisticMigration:
             got = migration.gangs.get(number)
             if got is None or number in busy or self._left <= 0 or not is_free(migration.room.view, reverts.source):
                 continue
-            saves = (1.0 - reverts.gain) * migration.ran_s(got[0]) * got[2].shape.gpus - got[2].move_cost
+            saves = (1.0 - reverts.gain) * migration.left_s(got[0]) * got[2].shape.gpus - got[2].move_cost
             if saves > 0.0:
                 migration.begin(Goal.UNDO, RoomPlan((), (Displacement(got[2], reverts.source),)), saved=saves)
 
@@ -320,7 +320,7 @@ class OpportunisticMigration:
             tried = [TrialRates(rates.alone(number), rates.present(number)[-_WINDOWS:]) for number in sorted(group)]
             if not all(len(one.before) > 1 and len(one.after) >= FIRST_WINDOWS for one in tried):
                 continue
-            horizon_s = min(horizon_s, *[migration.ran_s(job) for job, _ in pairs])
+            horizon_s = min(horizon_s, *[migration.left_s(job) for job, _ in pairs])
             colocation = MeasuredColocation(_most_gain(tuple(tried)), len(group), ())
             # Most co-locations need no search for movable gangs.
             if colocation.is_slow:
@@ -343,7 +343,7 @@ class OpportunisticMigration:
         migration.come_back(migration.now + _BALANCE_S)
         pairs = [(job, gang) for job, gang in migration.running if job.number in seen and job.spec.movable]
         gangs = [
-            SlowedGang(one, *seen[job.number], migration.ran_s(job))
+            SlowedGang(one, *seen[job.number], migration.left_s(job))
             for job, _, one in migration.movable(pairs).values()
         ]
         self._propose(relieved(self._terms, gangs))
@@ -354,7 +354,7 @@ class OpportunisticMigration:
         for job, _, one in gangs:
             if one.kind not in models:
                 models[one.kind] = self._outcomes.locality(one.kind)
-            found.append(GangDistance(one, models[one.kind], self._migration.ran_s(job), job.shape.locality.widest))
+            found.append(GangDistance(one, models[one.kind], self._migration.left_s(job), job.shape.locality.widest))
         return found
 
     def defragment(self) -> None:
