@@ -188,20 +188,26 @@ def test_no_job_is_restarted_for_a_tighter_packing_alone() -> None:
     assert drive.plans() == []
 
 
+def exchanged(drive: Rounds, jobs: list[int]) -> tuple[set[int], set[int]]:
+    """Let the jobs on n1 use many cores and the others few, and make the next round. Return the jobs that were on n1,
+    and those that the round restarted."""
+    first = {number for number in jobs if drive.place(number)[0] == "n1"}
+    drive.uses |= {number: 7.0 if number in first else 1.0 for number in jobs}
+    drive.now += EVERY_S
+    moved = {number for kind, number in drive.plans() if kind == "SUSPEND"}
+    for number in sorted(moved):
+        drive.rests(number)
+    drive.plans()
+    return first, moved
+
+
 def test_jobs_are_restarted_where_together_they_are_faster() -> None:
     drive = Rounds("las+synergy-tune", nodes=2)
     jobs = [drive.add() for _ in range(8)]
     drive.plans()
     drive.all_begin()
-    first = {number for number in jobs if drive.place(number)[0] == "n1"}
-    # All that use many cores are on one node.
-    drive.uses |= {number: 7.0 if number in first else 1.0 for number in jobs}
-    drive.now += EVERY_S
-    moved = {number for kind, number in drive.plans() if kind == "SUSPEND"}
+    first, moved = exchanged(drive, jobs)
     assert (len(moved & first), len(moved - first)) == (2, 2)
-    for number in sorted(moved):
-        drive.rests(number)
-    drive.plans()
     assert {drive.place(number)[1] for number in first} == {7.0}
 
 
@@ -309,14 +315,8 @@ def test_a_job_that_fits_nowhere_keeps_no_round_from_the_others() -> None:
     drive.plans()
     drive.all_begin()
     odd = drive.submit(JobSpec(("train",), (Role("worker", 1, TaskShape(4)),), gpu_memory_bytes=GIB))
-    first = {number for number in jobs if drive.place(number)[0] == "n1"}
-    drive.uses |= {number: 7.0 if number in first else 1.0 for number in jobs}
-    drive.now += EVERY_S
-    moved = {number for kind, number in drive.plans() if kind == "SUSPEND"}
+    first, moved = exchanged(drive, jobs)
     assert (len(moved & first), len(moved - first)) == (1, 1)
-    for number in sorted(moved):
-        drive.rests(number)
-    drive.plans()
     assert drive.running == sorted([*fixed, *jobs])
     assert drive.job(odd).state is JobState.PENDING
 

@@ -288,7 +288,7 @@ def _empty(state: State, job: JobRecord, gang: Gang, now: float, node: Node) -> 
     if job.epoch != gang.epoch or job.next_epoch or job.ending is not None or not job.capabilities.known:
         return
     if gang.intent is GangIntent.PARK:
-        # The planner moves it off a node that drains, but not off one that is reserved for other users.
+        # A planner that migrates moves it off a node that is emptied, but not off one that is reserved for some users.
         if state.policy.migrates and gang.parked_by_plan and not node.reserved_for:
             return
         _to_storage(state, job, gang, now, cause)
@@ -302,7 +302,7 @@ def _empty(state: State, job: JobRecord, gang: Gang, now: float, node: Node) -> 
             moves.begin(state, MoveBegun(now, cause, job.number, claims, level, Purpose(Goal.DRAIN)))
             return
         if state.policy.migrates and node.is_emptied:
-            # Others may make room for it elsewhere: the planner's to say. It knows of no device with a fault.
+            # The planner may make room for it elsewhere. It receives which nodes are emptied, and no faults of devices.
             return
     _to_storage(state, job, gang, now, cause)
 
