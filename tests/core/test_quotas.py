@@ -16,7 +16,7 @@ from ganger_master.core.commands import ProposePlan, SubmitArray, SubmitJob, Sus
 from ganger_master.core.explain import explain, reported_blockers
 from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.job_rules import rules
-from ganger_master.core.limits import Owner, Shares
+from ganger_master.core.limits import Charges, Owner
 from ganger_master.core.plan_changes import StartChange
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
@@ -51,8 +51,8 @@ def test_in_any_storm_the_count_is_that_of_all_live_jobs(seed: int) -> None:
         for _ in range(15):
             cluster.run_for(1.0)
             if cluster.master.is_up:
-                seen += len(cluster.state.jobs.shares.held)
-                assert cluster.state.jobs.shares.held == counted_anew(cluster.state)
+                seen += len(cluster.state.jobs.charges.held)
+                assert cluster.state.jobs.charges.held == counted_anew(cluster.state)
     assert seen
 
 
@@ -69,17 +69,17 @@ def test_a_parked_job_counts_but_not_against_its_own_resumption() -> None:
 
 
 @given(some.lists(some.tuples(some.integers(1, 4), some.sampled_from(["ann", "bob"]), some.integers(0, 3))))
-def test_the_last_charge_of_a_job_is_what_counts(charges: list[tuple[int, str, int]]) -> None:
-    shares = Shares()
+def test_the_last_charge_of_a_job_is_what_counts(made: list[tuple[int, str, int]]) -> None:
+    charges = Charges()
     last: dict[int, tuple[str, int]] = {}
-    for number, user, devices in charges:
-        shares.charge(number, (Owner(user),), devices)
+    for number, user, devices in made:
+        charges.charge(number, (Owner(user),), devices)
         last[number] = user, devices
     for user in ("ann", "bob"):
-        assert shares.held.get(Owner(user), 0) == sum(devices for owner, devices in last.values() if owner == user)
+        assert charges.held.get(Owner(user), 0) == sum(devices for owner, devices in last.values() if owner == user)
         for number in last:
             others = [devices for other, (owner, devices) in last.items() if owner == user and other != number]
-            assert shares.beside(number, Owner(user)) == sum(others)
+            assert charges.beside(number, Owner(user)) == sum(others)
 
 
 @pytest.mark.parametrize("policy", ["fifo", "las"])

@@ -272,7 +272,7 @@ def test_a_quota_counts_the_devices_that_it_has() -> None:
     assert refused[0] is Reason.QUOTA
     assert explain(drive.state, second, drive.now).blockers[0].reason is Reason.QUOTA
     assert start(drive, second, 1) is None
-    assert drive.state.jobs.shares.held == {Owner("ann"): 5}
+    assert drive.state.jobs.charges.held == {Owner("ann"): 5}
 
 
 def test_one_plan_does_not_exceed_a_quota_by_sizes() -> None:

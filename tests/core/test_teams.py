@@ -95,7 +95,7 @@ def test_a_plan_that_starts_two_jobs_of_a_team_keeps_to_its_limit() -> None:
     apart = next(claims for claims in drive.places(jobs[1]) if claims[0].node != first[0].node)
     changes = [StartChange(number, 1, claims) for number, claims in zip(jobs, (first, apart), strict=True)]
     drive.step(ProposePlan(tuple(changes)))
-    assert drive.state.jobs.shares.held == {Owner("ann"): 3, Owner(team="vision"): 3}
+    assert drive.state.jobs.charges.held == {Owner("ann"): 3, Owner(team="vision"): 3}
 
 
 def test_a_job_larger_than_its_team_s_limit_is_refused_at_submission() -> None:

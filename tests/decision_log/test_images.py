@@ -31,7 +31,7 @@ DERIVED = {
         "places_on",
         "strays_of",
         "live",
-        "shares",
+        "charges",
         "holdings",
         "waiting",
         "front",
@@ -64,7 +64,7 @@ def test_a_state_made_again_has_all_that_was_derived() -> None:
         assert ours[name] == theirs[name], name
     assert list(after.queue.waiting) == list(before.queue.waiting)
     assert list(after.queue.lacking) == list(before.queue.lacking)
-    assert after.jobs.shares.held == before.jobs.shares.held
+    assert after.jobs.charges.held == before.jobs.charges.held
     assert after.jobs.holdings == before.jobs.holdings
     assert {name: one.gangs for name, one in after.desired.items()} == {
         name: one.gangs for name, one in before.desired.items()

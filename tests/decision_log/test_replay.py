@@ -148,7 +148,7 @@ def test_a_planner_s_plans_keep_to_the_quotas_of_the_recorded_master(file: Path,
             assert rerun.state is not None
             started = [rerun.state.jobs[number] for number in planned.starts]
             anns = sum([job.gpus for job in started if job.user == "ann"])
-            most = max(most, rerun.state.jobs.shares.held.get(Owner("ann"), 0) + anns)
+            most = max(most, rerun.state.jobs.charges.held.get(Owner("ann"), 0) + anns)
     # As many as the sizes of her jobs let come together below her six.
     assert most in (5, 6)
 

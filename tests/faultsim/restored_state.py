@@ -74,8 +74,8 @@ def _comparable(name: str, state: State, value: Any) -> object:
     if name == "front":
         # No refusals yet.
         return None
-    if name == "shares":
-        return vars(state.jobs.shares)
+    if name == "charges":
+        return vars(state.jobs.charges)
     if name == "counters":
         # The view of a restarted master has had other versions.
         return replace(value, view_version=0)

@@ -65,7 +65,7 @@ def full_share(
     taken: devices that other jobs of the same change take, by owner."""
     for owner in state.owners(job) if state.limits else ():
         limit = state.limits.of(owner)
-        if limit is not None and state.jobs.shares.beside(job.number, owner) + taken.get(owner, 0) + needed > limit:
+        if limit is not None and state.jobs.charges.beside(job.number, owner) + taken.get(owner, 0) + needed > limit:
             return owner, limit
     return None
 
@@ -83,7 +83,7 @@ def _refusal_by_limits(
     owner, limit = full
     if (never := limits.beyond(state.limits, [owner], gpus)) is not None:
         return never[1]
-    held = state.jobs.shares.beside(job.number, owner) + taken.get(owner, 0)
+    held = state.jobs.charges.beside(job.number, owner) + taken.get(owner, 0)
     return limits.full(owner, gpus, held, limit, _holders(state, job, owner))
 
 
@@ -101,10 +101,10 @@ def may_never_start(state: State, job: JobRecord) -> Refusal | None:
 
 
 def _holders(state: State, job: JobRecord, owner: Owner) -> str:
-    """Name the jobs that hold most of the share of an owner of a job: "jobs/3 (4), jobs/1 (2), 5 more jobs"."""
-    shares = state.jobs.shares
-    named = [f"jobs/{number} ({devices})" for number, devices in shares.largest(owner, _HOLDERS_SHOWN, job.number)]
-    more = shares.jobs_of(owner) - bool(shares.of(job.number)) - len(named)
+    """Name the jobs that hold most of the GPUs of an owner of a job: "jobs/3 (4), jobs/1 (2), 5 more jobs"."""
+    charges = state.jobs.charges
+    named = [f"jobs/{number} ({devices})" for number, devices in charges.largest(owner, _HOLDERS_SHOWN, job.number)]
+    more = charges.jobs_of(owner) - bool(charges.of(job.number)) - len(named)
     return ", ".join([*named, counted(more, "more job")] if more else named)
 
 

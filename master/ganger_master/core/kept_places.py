@@ -208,7 +208,7 @@ def trespass(
         slot = view.slots.get(whole.node)
         if slot is None:
             continue
-        claim = beyond(whole, own.get(whole.node))
+        claim = _added(whole, own.get(whole.node))
         memory = 0
         bandwidth: Bandwidth = ()
         millicores = [0] * len(claim.millicores)
@@ -228,7 +228,7 @@ def trespass(
     return tuple(refusals)
 
 
-def beyond(claim: Claim, held: Claim | None) -> Claim:
+def _added(claim: Claim, held: Claim | None) -> Claim:
     """Return what a claim has beyond what its job holds there: arenas count as memory."""
     if held is None:
         return claim

@@ -108,7 +108,7 @@ def limits_of(
     return Limits({owner: gpus for owner, gpus in found.items() if gpus is not None}, per_job)
 
 
-class Shares:
+class Charges:
     """Devices that jobs hold, by the owners of limits: each job is charged to all of its owners."""
 
     def __init__(self) -> None:

@@ -197,7 +197,7 @@ class State:
     def _charge(self, number: int) -> None:
         job = self.jobs.get(number)
         if job is not None:
-            self.jobs.shares.charge(number, self.owners(job), self.charged_for(job))
+            self.jobs.charges.charge(number, self.owners(job), self.charged_for(job))
 
     def owners(self, job: JobRecord) -> tuple[Owner, ...]:
         """Return the owners of limits that a job counts for."""

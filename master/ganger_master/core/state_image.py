@@ -232,7 +232,7 @@ def _index(state: State) -> None:
         if job.is_waiting:
             state.queue.join((*state.policy.key(job), job.number))
         if state.limits:
-            state.jobs.shares.charge(job.number, state.owners(job), state.charged_for(job))
+            state.jobs.charges.charge(job.number, state.owners(job), state.charged_for(job))
     for number, refusals in state.queue.refusals.items():
         job = state.jobs[number]
         at = (*state.policy.key(job), number)

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from ganger_master.core.commands import ObservedGang, ObservedSlices
 from ganger_master.core.gang_model import Gang, TimesliceGroup
 from ganger_master.core.job_model import JobRecord, JobSpec, Request, bytes_of
-from ganger_master.core.limits import Shares
+from ganger_master.core.limits import Charges
 from ganger_master.core.node_model import Node
 from ganger_master.core.usage_model import UserUsage
 
@@ -152,7 +152,7 @@ class JobIndex(dict[int, JobRecord]):
         self.running_limited: dict[int, None] = {}
         self.moving: dict[int, None] = {}
         self.backing_off: dict[int, None] = {}
-        self.shares = Shares()
+        self.charges = Charges()
         self.holdings = Holdings()
         self.left_by: dict[str, tuple[int, float]] = {}
 

@@ -288,7 +288,7 @@ def _check_start(state: State, member: SlicedMember, held: Mapping[str, Claim], 
     if refusals:
         raise MatrixRefusedError(job.number, refusals[0])
     if state.limits and not member.is_moving:
-        more = max(0, shape.gpus - state.jobs.shares.of(job.number))
+        more = max(0, shape.gpus - state.jobs.charges.of(job.number))
         taken.update(dict.fromkeys(state.owners(job), more))
 
 

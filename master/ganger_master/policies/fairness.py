@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
-from ganger_master.core.limits import Limits, Owner, Shares
+from ganger_master.core.limits import Charges, Limits, Owner
 from ganger_master.core.teams import NO_TEAMS, TeamIndex
 from ganger_master.policies.orders import Capacity, Facts, Floats, Integers, JobOrder, sorted_by
 
@@ -274,7 +274,7 @@ class QuotaUse:
     def __init__(self, limits: Limits, teams: TeamIndex = NO_TEAMS) -> None:
         self._limits = limits
         self._teams = teams
-        self._shares = Shares()
+        self._charges = Charges()
         # GPUs of pending jobs by job number, with the owners of their limits: of all that share a limit together.
         self._asked: dict[Owner, dict[int, tuple[int, tuple[Owner, ...]]]] = {}
         # Numbers of pending jobs that would exceed a limit.
@@ -287,7 +287,7 @@ class QuotaUse:
         # A team's limit concerns the jobs of all its users, and a partition's those of all teams.
         sharing = _ALL_TOGETHER if self._limits.are_across_teams else owners[-1]
         asked, before = self._asked.setdefault(sharing, {}), self._free(owners)
-        self._shares.charge(number, owners, 0 if gang is None else job.gpus)
+        self._charges.charge(number, owners, 0 if gang is None else job.gpus)
         self.kept_out.discard(number)
         if waits:
             asked[number] = job.gpus, owners
@@ -300,7 +300,7 @@ class QuotaUse:
 
     def left(self, job: JobRecord) -> int:
         """Return the GPUs that its limits leave to a job, including those that it has."""
-        left = min(self._free(self._owners(job))) + self._shares.of(job.number)
+        left = min(self._free(self._owners(job))) + self._charges.of(job.number)
         most = self._limits.of_job(job.partition.name)
         return left if most is None else min(left, most)
 
@@ -324,7 +324,7 @@ class QuotaUse:
             owners = self._owners(job)
             left = {owner: free.setdefault(owner, self._free_of(owner)) for owner in owners}
             # The devices where it is parked count already.
-            more = job.gpus - self._shares.of(job.number)
+            more = job.gpus - self._charges.of(job.number)
             if more > min(left.values()):
                 found.append(job.number)
             else:
@@ -335,11 +335,11 @@ class QuotaUse:
         return self._limits.owners(job.user, self._teams.of(job.user), job.partition.name)
 
     def _is_beyond(self, number: int, gpus: int, owners: tuple[Owner, ...]) -> bool:
-        return gpus > min(self._free(owners)) + self._shares.of(number)
+        return gpus > min(self._free(owners)) + self._charges.of(number)
 
     def _free(self, owners: tuple[Owner, ...]) -> tuple[int, ...]:
         return tuple([self._free_of(owner) for owner in owners])
 
     def _free_of(self, owner: Owner) -> int:
         limit = self._limits.of(owner)
-        return _ANY_NUMBER if limit is None else limit - self._shares.held.get(owner, 0)
+        return _ANY_NUMBER if limit is None else limit - self._charges.held.get(owner, 0)

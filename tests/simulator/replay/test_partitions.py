@@ -49,7 +49,7 @@ def test_no_gang_is_outside_its_partition_and_every_job_ends(
     replay = Watched(jobs, SERVERS, possible(policy, way), replace(WAYS[way], partitions=PARTITIONS))
     replay.run()
     assert replay.ledger.outcomes().finished.all()
-    assert not replay.state.jobs.shares.held
+    assert not replay.state.jobs.charges.held
 
 
 @pytest.mark.parametrize("policy", ["fifo", "fifo-backfill", "las", "srtf", "ganger", "gandiva", "drf", "las+packs"])

@@ -84,7 +84,7 @@ def test_no_user_holds_more_than_its_quota_and_every_job_ends(
     replay = Bounded(jobs_of(rows, 4, elastic), possible(policy, way), WAYS[way], quotas)
     replay.run()
     assert replay.ledger.outcomes().finished.all()
-    assert not replay.state.jobs.shares.held
+    assert not replay.state.jobs.charges.held
 
 
 def crowd(seed: int, jobs: int = 40) -> Workload:
