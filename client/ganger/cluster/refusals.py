@@ -90,8 +90,8 @@ class Reason(Enum):
         Effect.WAITS_FOR_CAPACITY | Effect.PASSED_OVER | Effect.EXCLUDES_NODE,
     )
     NODE_SILENT = "NODE_SILENT", _BLOCKER, "the node's daemon does not call, so no order reaches it"
-    PROTECTED = "PROTECTED", _BLOCKER, "the pieces are kept for a job that goes first", Effect.EXCLUDES_NODE
-    KEPT = "KEPT", _BLOCKER, "the pieces are kept for a large gang", Effect.EXCLUDES_NODE
+    PROTECTED = "PROTECTED", _BLOCKER, "the queue is strict, and another job goes first", Effect.EXCLUDES_NODE
+    KEPT = "KEPT", _BLOCKER, "what it needs of the node is kept for a job that goes first", Effect.EXCLUDES_NODE
     RANKED = "RANKED", _BLOCKER, "the planner lets others have the devices first"
     QUOTA = "QUOTA", _BLOCKER, "the user's share is used up", Effect.PASSED_OVER | Effect.NAMED_FIRST
     NO_SUCH_PARTITION = "NO_SUCH_PARTITION", _BLOCKER, "the cluster has no partition of this name", _OF_PARTITION
