@@ -84,6 +84,17 @@ def test_every_command_of_the_documentation_is_one() -> None:
             assert name in known, f"{page.name}: ganger {name}"
 
 
+def test_the_table_of_commands_has_each_command_once() -> None:
+    from ganger.cli.main import COMMANDS, _added
+
+    page = (ROOT / "docs" / "reference" / "cli.md").read_text()
+    table = page.partition("\n## Commands\n")[2].partition("\n## ")[0]
+    named = [
+        name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`([^`]+)`", row)
+    ]
+    assert sorted(named) == sorted({*COMMANDS, *_added()})
+
+
 def test_every_key_of_a_job_is_documented() -> None:
     from ganger.spec import KEYS
 
