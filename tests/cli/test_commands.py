@@ -348,6 +348,27 @@ def test_a_followed_job_that_fails_makes_the_command_fail(call: Call, master: Ca
     assert "0: bye" in capsys.readouterr().out
 
 
+def test_logs_are_read_by_role(call: Call, master: CannedMaster, capsys: Output) -> None:
+    job = running_job(master)
+    del job.spec.roles[:]
+    job.spec.roles.add(name="ps", tasks=1)
+    job.spec.roles.add(name="worker", tasks=2)
+    job.spec.role_programs.add(role="ps", command=["serve", "--all"])
+    master.logs = {0: b"serving\n", 1: b"first\n", 2: b"second\n"}
+    assert call("logs", "1", "--all") == 0
+    assert capsys.readouterr().out == "    ps 0: serving\nworker 0: first\nworker 1: second\n"
+    assert call("logs", "1", "--role", "worker", "--rank", "1") == 0
+    assert capsys.readouterr().out == "second\n"
+    assert call("logs", "1", "--role", "worker", "--all") == 0
+    assert capsys.readouterr().out == "worker 0: first\nworker 1: second\n"
+    assert call("logs", "1", "--role", "worker", "--rank", "2") == 2
+    assert "2 tasks of role worker" in capsys.readouterr().err
+    assert call("logs", "1", "--role", "chief") == 2
+    assert "it has ps, worker" in capsys.readouterr().err
+    assert call("show", "1") == 0
+    assert "serve --all" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("times_of", "run_s", "shown"),
     [

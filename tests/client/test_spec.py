@@ -95,11 +95,45 @@ def test_mistakes_in_roles_have_paths() -> None:
 
 
 def test_a_mistyped_key_of_a_role_is_named_with_the_one_that_is_meant() -> None:
-    known = "cpus, disk_mb_per_s, gpus, memory, name, net_mb_per_s, tasks"
+    known = "command, cpus, disk_mb_per_s, environment, gpus, memory, name, net_mb_per_s, tasks"
     assert wrong(command="true", roles=[{"gpu": 1, "colour": "red"}]) == {
         "roles[0].gpu": "there is no such key; is it gpus?",
         "roles[0].colour": f"there is no such key; there are {known}",
     }
+
+
+def test_a_role_may_have_a_command_and_variables_of_its_own() -> None:
+    roles: list[dict[str, Any]] = [
+        {"name": "ps", "command": "sh -c 'serve'", "environment": {"PORT": 7}},
+        {"name": "worker", "gpus": 1},
+    ]
+    made = spec(roles=roles)
+    (program,) = made.role_programs
+    assert (program.role, list(program.command), dict(program.environment)) == (
+        "ps",
+        ["sh", "-c", "serve"],
+        {"PORT": "7"},
+    )
+    assert list(made.command) == ["true"]
+
+
+def test_a_job_whose_roles_all_have_commands_needs_none() -> None:
+    roles = [{"name": "ps", "command": ["sh", "-c", "ps"]}, {"name": "worker", "command": ["true"]}]
+    made = make_spec({"roles": roles}, environ={})
+    assert list(made.command) == ["sh", "-c", "ps"]
+    assert "say what to run" in wrong(roles=[roles[0], {"name": "worker"}])["command"]
+
+
+def test_a_mistake_in_the_program_of_a_role_has_its_path() -> None:
+    found = wrong(
+        command="true",
+        roles=[
+            {"name": "a", "command": "no-such-file.sh", "environment": {"GANGER_PAGE": "x"}},
+            {"name": "b", "command": 7, "environment": "x"},
+        ],
+    )
+    assert set(found) == {"roles[0].environment", "roles[1].command", "roles[1].environment"}
+    assert set(wrong(command="true", roles=[{"name": "a", "command": "train.yaml"}])) == {"roles[0].command"}
 
 
 def test_a_mistake_in_a_flag_is_called_by_the_flag() -> None:

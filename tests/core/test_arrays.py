@@ -21,7 +21,7 @@ from ganger_master.core.commands import (
 )
 from ganger_master.core.explain import explain
 from ganger_master.core.gang_model import ObservedPhase, Outcome, OutcomeKind
-from ganger_master.core.job_model import JobMetric, JobProgress, JobSpec, Template, resolved
+from ganger_master.core.job_model import JobMetric, JobProgress, JobSpec, RoleProgram, Template, resolved
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_image import restored
 from msgspec.structs import replace
@@ -91,6 +91,12 @@ def test_members_are_the_jobs_behind_the_arrays_number_each_with_its_parameters(
     assert environment["GANGER_ARRAY_lr"] == "0.01"
     assert json.loads(environment["GANGER_ARRAY_PARAMETERS"]) == {"lr": "0.01"}
     assert drive.submit(job_of(1)) == 4
+
+
+def test_the_parameters_of_a_member_are_put_into_the_commands_of_its_roles() -> None:
+    spec = replace(SPEC, role_programs=(RoleProgram(SPEC.roles[0].name, ("serve", "{lr}"), {"A": "{lr}"}),))
+    (program,) = resolved(replace(spec, array=Membership(1, 0, 0, 1, {"lr": "0.1"}))).role_programs
+    assert (program.command, program.environment) == (("serve", "0.1"), {"A": "{lr}"})
 
 
 def test_an_array_is_accepted_once_and_another_one_under_its_id_never() -> None:

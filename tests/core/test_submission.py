@@ -8,6 +8,7 @@ import pytest
 from core.drive import job_of
 from ganger.cluster.resources import Locality, Role, TaskShape
 from ganger.protocol.gang_orders import Mechanism
+from ganger_master.core.job_model import RoleProgram
 from ganger_master.core.submission import violations_of
 from msgspec.structs import replace
 
@@ -51,6 +52,21 @@ def test_an_ordinary_job_is_fine() -> None:
         # Fewer characters than the limit has bytes.
         ({"environment": {"A": "\N{GRINNING FACE}" * 65_600}}, "spec.environment"),
         ({"environment": {"A": "x\0y"}}, "spec.environment"),
+        ({"role_programs": (RoleProgram("ps", ("x",)),)}, "spec.role_programs[0].role"),
+        ({"role_programs": (RoleProgram("worker", ("x",)), RoleProgram("worker"))}, "spec.role_programs"),
+        ({"role_programs": (RoleProgram("worker", ("",)),)}, "spec.role_programs[0].command"),
+        ({"role_programs": (RoleProgram("worker", environment={"A=": "x"}),)}, "spec.role_programs[0].environment"),
+        (
+            {"environment": {"A": "x" * 131_000}, "role_programs": (RoleProgram("worker", (), {"B": "x" * 131_070}),)},
+            "spec.role_programs[0].environment",
+        ),
+        (
+            {
+                "environment": {"A" * n: "x" * 65_000 for n in (1, 2, 3)},
+                "role_programs": (RoleProgram("worker", (), {"B": "x" * 90_000}),),
+            },
+            "spec.role_programs",
+        ),
         ({"labels": {"a": "x" * 64}}, "spec.labels"),
         ({"labels": {str(number): "" for number in range(101)}}, "spec.labels"),
     ],

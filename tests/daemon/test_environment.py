@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import uuid
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from daemon.kit import Cluster, Observed, in_phase, log_of, run
+from ganger.v1 import job_pb2, resources_pb2
 from ganger_daemon.node.daemon_files import DaemonPaths, DirectoryNameError, choose_run_directory
 
 pytestmark = pytest.mark.system
@@ -49,6 +51,58 @@ def test_a_job_of_one_task_has_no_variables_of_torchrun() -> None:
         own = {name: value for name, value in found.items() if name.startswith(("GANGER_JOB_N", "GANGER_JOB_I"))}
         assert own == {"GANGER_JOB_ID": "1", "GANGER_JOB_NAME": "digits"}
         assert (found["GANGER_ATTEMPT"], found["GANGER_NODES"]) == ("3", "n1")
+        assert (found["GANGER_ROLE_RANK"], found["GANGER_ROLE_SIZE"]) == ("0", "1")
+        assert "GANGER_ROLE_HOSTS" not in found
+
+    run(story)
+
+
+def test_the_tasks_of_each_role_have_their_own_program_variables_and_devices() -> None:
+    async def story(made: Cluster) -> None:
+        roles = [
+            resources_pb2.Role(name="ps", tasks=1, shape=resources_pb2.TaskShape(millicores=100)),
+            resources_pb2.Role(name="worker", tasks=3, shape=resources_pb2.TaskShape(gpus=1, millicores=100)),
+        ]
+        programs = [
+            job_pb2.RoleProgram(role="ps", command=["/bin/sh", "-c", "echo PROGRAM=server; env"]),
+            job_pb2.RoleProgram(role="worker", environment={"MODE": "async", "COMMON": "theirs"}),
+        ]
+        placement, uid = {"n1": [0, 1, 2], "n2": [3]}, str(uuid.uuid4())
+        for node in placement:
+            await made.daemon(node)
+        for node, tasks in (("n1", [1, 2]), ("n2", [0, 1])):
+            gang = made.gang(placement, node, uid=uid, command=PRINT)
+            gang.spec.environment["COMMON"] = "all"
+            del gang.spec.roles[:], gang.claim.tasks[:]
+            gang.spec.roles.extend(roles)
+            gang.spec.role_programs.extend(programs)
+            gang.claim.tasks.extend(tasks)
+            gang.claim.device_mask, gang.claim.millicores[0] = (0b11, 2000) if node == "n1" else (0b1, 1000)
+            await made.master.want(node, gang)
+        for node in placement:
+            await made.master.until(node, 1, in_phase(Observed.PHASE_ENDED))
+        found = {
+            rank: dict(line.split("=", 1) for line in log_of(made.directory, node, uid, rank, 1) if "=" in line)
+            for node, ranks in placement.items()
+            for rank in ranks
+        }
+        names = ("GANGER_ROLE", "GANGER_ROLE_RANK", "GANGER_ROLE_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        assert [tuple(found[rank][name] for name in names) for rank in range(4)] == [
+            ("ps", "0", "1", "0", "0", "1"),
+            ("worker", "0", "3", "1", "0", "2"),
+            ("worker", "1", "3", "2", "1", "2"),
+            ("worker", "2", "3", "3", "0", "1"),
+        ]
+        assert [(found[rank].get("PROGRAM"), found[rank].get("MODE")) for rank in (0, 1)] == [
+            ("server", None),
+            (None, "async"),
+        ]
+        assert [found[rank]["COMMON"] for rank in (0, 1)] == ["all", "theirs"]
+        assert [found[rank]["GANGER_DEVICES"] for rank in range(4)] == ["", "0,1", "0,1", "0"]
+        assert [found[rank]["ROLE_NAME"] for rank in (0, 1)] == ["ps", "worker"]
+        hosts = json.loads(found[0]["GANGER_ROLE_HOSTS"])
+        assert (len(hosts["ps"]), len(hosts["worker"])) == (1, 3)
+        assert {host for hosts in hosts.values() for host in hosts} == {"127.0.0.1"}
 
     run(story)
 

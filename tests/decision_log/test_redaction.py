@@ -5,7 +5,7 @@ from __future__ import annotations
 from core.drive import Drive, job_of
 from ganger.cluster.resources import ConfigurationSet, Role, TaskShape
 from ganger_master.core.commands import OpenSession, SubmitArray, SubmitJob
-from ganger_master.core.job_model import JobSpec
+from ganger_master.core.job_model import JobSpec, RoleProgram
 from ganger_master.core.state_image import image_of
 from ganger_master.core.submission import violations_of
 from ganger_master.decision_log.recording import Redaction
@@ -59,6 +59,13 @@ def test_program_and_names_stay_and_words_go() -> None:
     assert "hunter2" not in repr(hidden)
     assert [len(word) for word in hidden.command] == [len(word) for word in spec.command]
     assert Redaction(b"other").spec(spec) != hidden
+
+
+def test_words_and_values_of_a_role_s_program_go() -> None:
+    program = RoleProgram("worker", ("python", "--token=hunter2"), {"TOKEN": "hunter2"})
+    hidden = Redaction(b"key").spec(JobSpec(("run",), ROLES, role_programs=(program,)))
+    assert "hunter2" not in repr(hidden)
+    assert violations_of(hidden) == violations_of(JobSpec(("run",), ROLES, role_programs=(program,)))
 
 
 def test_tokens_are_hidden_even_in_recordings_with_environments() -> None:

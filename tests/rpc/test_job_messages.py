@@ -24,6 +24,7 @@ from ganger_master.core.job_model import (
     JobRecord,
     JobSpec,
     RefusedMechanism,
+    RoleProgram,
     SuspendLevel,
 )
 from ganger_master.core.partitions import PartitionTerms
@@ -71,6 +72,7 @@ SPEC = JobSpec(
     closes_connections=True,
     stop_signal="USR1",
     stop_grace_s=300.0,
+    role_programs=(RoleProgram("worker", ("sh", "run"), {"A": "b"}),),
 )
 CLAIM = Claim("n1", 0b11, (2000,), 1 << 31, tasks=(2,))
 GANG = Gang(

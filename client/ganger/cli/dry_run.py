@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from grpc import StatusCode
 
 from ganger.cli import job_table
-from ganger.cli.job_details import role_text
+from ganger.cli.job_details import role_programs, role_text
 from ganger.console import enum_text, print_json, print_pairs
 from ganger.text import counted, format_duration, format_memory
 from ganger.v1.job_pb2 import JobSpec, Mechanism
@@ -51,6 +51,7 @@ def _spec_pairs(spec: JobSpec) -> list[tuple[str, str]]:
     return [
         ("name", spec.display_name),
         ("command", shlex.join(spec.command)),
+        *role_programs(spec),
         ("directory", spec.working_directory),
         ("environment", " ".join(sorted(spec.environment))),
         ("gpus", gpus),

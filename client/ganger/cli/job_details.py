@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ganger.cli import job_table
@@ -11,7 +11,7 @@ from ganger.cli.options import number
 from ganger.console import enum_text
 from ganger.job import FINISHED
 from ganger.text import counted, format_cores, format_duration, format_memory
-from ganger.v1.job_pb2 import MECHANISM_SIGNAL, MECHANISM_UNSPECIFIED, Job, Mechanism, Progress
+from ganger.v1.job_pb2 import MECHANISM_SIGNAL, MECHANISM_UNSPECIFIED, Job, JobSpec, Mechanism, Progress
 from ganger.v1.resources_pb2 import LEVEL_CLUSTER, Claim, Role, TaskShape
 from ganger.v1.scheduling_pb2 import CoresCurve, CurvePoint
 from ganger.wire import times
@@ -54,12 +54,13 @@ def pairs(job: Job) -> list[tuple[str, str]]:
         ("idle", job_table.idle_text(job)),
         ("waits for", "\n".join(f"{each.reason}: {each.message}" for each in job.blockers)),
         ("command", shlex.join(spec.command)),
+        *role_programs(spec),
         ("directory", spec.working_directory),
         ("tasks", "\n".join(role_text(role, job_table.bounds(spec)) for role in spec.roles)),
         ("wants", _wants(job)),
         ("elastic", job_table.sizes_text(job)),
-        ("gang", "\n".join(_claim(claim, job_table.has_given_back(job)) for claim in gang.claims)),
-        ("moves to", "\n".join(_claim(claim) for claim in gang.move_claims)),
+        ("gang", "\n".join(_claim(claim, spec.roles, job_table.has_given_back(job)) for claim in gang.claims)),
+        ("moves to", "\n".join(_claim(claim, spec.roles) for claim in gang.move_claims)),
         ("cores", "\n".join(job_table.cores(job))),
         ("locality", job_table.locality_text(gang.level)),
         ("epoch", f"{gang.epoch}, revision {job.revision}" if gang.epoch else ""),
@@ -149,6 +150,19 @@ def role_text(role: Role, bounds: str) -> str:
     return f"{bounds or role.tasks} × {role.name}: {', '.join([gpus, cores, memory, *bandwidth_texts(shape)])}"
 
 
+def role_programs(spec: JobSpec) -> list[tuple[str, str]]:
+    """Return lines about the programs of roles that have their own."""
+    return [
+        (f"{what} of {program.role}", text)
+        for program in spec.role_programs
+        for what, text in (
+            ("command", shlex.join(program.command)),
+            ("environment", " ".join(sorted(program.environment))),
+        )
+        if text
+    ]
+
+
 def bandwidth_texts(of: TaskShape | Claim) -> list[str]:
     """Return the named bandwidth as texts, "disk 500 MB/s"."""
     pairs = (("disk", of.disk_mb_per_s), ("network", of.net_mb_per_s))
@@ -173,7 +187,7 @@ def _wants(job: Job) -> str:
     return ", ".join([text for is_wished, text in wishes if is_wished])
 
 
-def _claim(claim: Claim, has_given_back: bool = False) -> str:
+def _claim(claim: Claim, roles: Sequence[Role], has_given_back: bool = False) -> str:
     sockets = [f"{format_cores(held)} on socket {index}" for index, held in enumerate(claim.millicores) if held]
     cores = "cores: " + ", ".join(sockets) if sockets else "no cores"
     arena = f" and {format_memory(claim.arena_bytes)} for state moved off the GPUs" if claim.arena_bytes else ""
@@ -181,7 +195,9 @@ def _claim(claim: Claim, has_given_back: bool = False) -> str:
     memory = "; ".join([f"{format_memory(claim.memory_bytes)} of memory{arena}", *bandwidth_texts(claim)])
     if has_given_back:
         return f"{number(claim.node)}: {memory}; GPUs and cores are given back"
-    return f"{number(claim.node)}: {held if claim.device_mask else ''}{cores}; {memory}"
+    counts = zip(roles, claim.tasks, strict=False) if len(roles) > 1 else ()
+    tasks = "".join([f"{count} × {role.name}; " for role, count in counts if count])
+    return f"{number(claim.node)}: {tasks}{held if claim.device_mask else ''}{cores}; {memory}"
 
 
 def failure_pairs(client: Client, job: Job) -> list[tuple[str, str]]:

@@ -129,6 +129,18 @@ def tasks(spec: job_pb2.JobSpec) -> int:
     return sum(role.tasks for role in spec.roles)
 
 
+def rank_labels(spec: job_pb2.JobSpec, role: str | None = None) -> dict[int, str]:
+    """Return ranks with the labels of their lines in a log: "0", or with several roles "ps 0". `role`: only its."""
+    labels: dict[int, str] = {}
+    first = 0
+    for each in spec.roles:
+        if role in (None, each.name):
+            of_several = len(spec.roles) > 1
+            labels |= {first + n: f"{each.name} {n}" if of_several else str(n) for n in range(each.tasks)}
+        first += each.tasks
+    return labels
+
+
 def label(job: job_pb2.Job) -> str:
     """Return its name, else the last path component of what it runs, within the width of a column."""
     return column(job.spec.display_name or _script(job))

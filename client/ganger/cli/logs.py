@@ -8,7 +8,7 @@ import json
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -35,8 +35,9 @@ _QUIET_S = 2.0
 @click.command()
 # --all is for all tasks.
 @chooses_jobs(has_all=False)
-@click.option("--rank", "-r", type=click.IntRange(0), default=0, show_default=True, help="Which task.")
-@click.option("--all", "-a", "everyone", is_flag=True, help="All tasks, each line with its rank.")
+@click.option("--rank", "-r", type=click.IntRange(0), default=0, show_default=True, help="Which task (of the role).")
+@click.option("--role", help="Only tasks of this role, which are numbered from 0.")
+@click.option("--all", "-a", "everyone", is_flag=True, help="All tasks, each line with its number.")
 @click.option("--follow", "-f", is_flag=True, help="Go on until the job ends.")
 @click.option(
     "--offset",
@@ -51,6 +52,7 @@ _QUIET_S = 2.0
 def logs(
     selection: Selection,
     rank: int,
+    role: str | None,
     everyone: bool,
     follow: bool,
     offset: int,
@@ -75,17 +77,19 @@ def logs(
 
         def read_and_print(job: str) -> bool:
             """Print the log of one task, or of all; return whether there was any."""
+            # Of one task without a role the master knows whether there is such a rank.
+            labels = _labels(client, job, role) if everyone or role is not None else {}
             if everyone:
-                from ganger.cli.job_table import tasks
-
-                ranks = tasks(client.get_job(job).spec)
                 with _written_out(raw or as_json) as write:
-                    return _write_all(client, job, ranks, partial(begin, job), follow, as_json, write)
-            chunks = client.read_log(job, rank, begin(job, rank), follow=follow)
+                    return _write_all(client, job, labels, partial(begin, job), follow, as_json, write)
+            if labels and rank >= len(labels):
+                raise click.UsageError(f"{number(job)} has {counted(len(labels), 'task')} of role {role}, from 0")
+            chosen = [*labels][rank] if labels else rank
+            chunks = client.read_log(job, chosen, begin(job, chosen), follow=follow)
             if not as_json:
                 return print_chunks(chunks, raw)
             for chunk in chunks:
-                sys.stdout.buffer.write(_object(job, rank, chunk))
+                sys.stdout.buffer.write(_object(job, chosen, chunk))
                 sys.stdout.buffer.flush()
             return True
 
@@ -101,6 +105,18 @@ def logs(
             print_one(jobs[0])
             return ExitCode.OK
         return each_of(jobs, print_one)[1]
+
+
+def _labels(client: Client, job: str, role: str | None) -> dict[int, str]:
+    """Return the ranks of a job with their labels in its log: those of a role, or all. Raises click.UsageError."""
+    from ganger.cli.job_table import rank_labels
+
+    spec = client.get_job(job).spec
+    labels = rank_labels(spec, role)
+    if not labels:
+        names = ", ".join(each.name for each in spec.roles)
+        raise click.UsageError(f"job {number(job)} has no role {role!r}; it has {names}")
+    return labels
 
 
 def _tell_why_nothing(client: Client, job: str) -> None:
@@ -255,24 +271,24 @@ def tail_offset(client: Client, job: str, rank: int, count: int) -> int:
 def _write_all(
     client: Client,
     job: str,
-    ranks: int,
+    labels: Mapping[int, str],
     begin: Callable[[int], int],
     follow: bool,
     as_json: bool,
     write: Callable[[bytes], object],
 ) -> bool:
-    width = len(str(ranks - 1))
+    width = max(map(len, labels.values()))
 
     def rank_lines(rank: int) -> Iterator[bytes]:
         chunks = client.read_log(job, rank, begin(rank), follow=follow)
         if as_json:
             return (_object(job, rank, chunk) for chunk in chunks)
-        prefix = f"{rank:>{width}}: ".encode()
+        prefix = f"{labels[rank]:>{width}}: ".encode()
         return (prefix + line for line in lines(chunk.data for chunk in chunks))
 
     if not follow:
         is_any = False
-        for rank in range(ranks):
+        for rank in labels:
             for line in rank_lines(rank):
                 is_any = True
                 write(line)
@@ -289,9 +305,9 @@ def _write_all(
         except Exception as error:
             printed.put(error)
 
-    for rank in range(ranks):
+    for rank in labels:
         threading.Thread(target=read, args=(rank,), daemon=True).start()
-    open_ranks = ranks
+    open_ranks = len(labels)
     while open_ranks:
         item = printed.get()
         if isinstance(item, BaseException):

@@ -348,6 +348,7 @@ class JobSpec(google.protobuf.message.Message):
     STOP_GRACE_FIELD_NUMBER: builtins.int
     CLOSES_CONNECTIONS_FIELD_NUMBER: builtins.int
     PARTITION_FIELD_NUMBER: builtins.int
+    ROLE_PROGRAMS_FIELD_NUMBER: builtins.int
     display_name: builtins.str
     """A label for people; need not be unique, at most 63 characters."""
     working_directory: builtins.str
@@ -430,6 +431,10 @@ class JobSpec(google.protobuf.message.Message):
     def stop_grace(self) -> google.protobuf.duration_pb2.Duration:
         """Time from that signal until the processes are killed; unset takes 60 s."""
 
+    @property
+    def role_programs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RoleProgram]:
+        """What tasks of some roles run instead of the command, and their own variables; at most one for a role."""
+
     def __init__(
         self,
         *,
@@ -463,10 +468,11 @@ class JobSpec(google.protobuf.message.Message):
         stop_grace: google.protobuf.duration_pb2.Duration | None = ...,
         closes_connections: builtins.bool = ...,
         partition: builtins.str = ...,
+        role_programs: collections.abc.Iterable[Global___RoleProgram] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable", "_preemptible", b"_preemptible", "checkpoint_interval", b"checkpoint_interval", "convergence", b"convergence", "deadline", b"deadline", "locality", b"locality", "movable", b"movable", "preemptible", b"preemptible", "stop_grace", b"stop_grace", "time_limit", b"time_limit"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable", "_preemptible", b"_preemptible", "agent", b"agent", "checkpoint_interval", b"checkpoint_interval", "closes_connections", b"closes_connections", "command", b"command", "convergence", b"convergence", "deadline", b"deadline", "device_type", b"device_type", "display_name", b"display_name", "distributed", b"distributed", "environment", b"environment", "gpu_memory_bytes", b"gpu_memory_bytes", "gpus_max", b"gpus_max", "gpus_min", b"gpus_min", "is_move_required", b"is_move_required", "labels", b"labels", "locality", b"locality", "max_failures", b"max_failures", "mechanism", b"mechanism", "movable", b"movable", "nodes", b"nodes", "partition", b"partition", "preemptible", b"preemptible", "priority", b"priority", "roles", b"roles", "scheduler", b"scheduler", "stop_grace", b"stop_grace", "stop_signal", b"stop_signal", "time_limit", b"time_limit", "weight", b"weight", "working_directory", b"working_directory"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable", "_preemptible", b"_preemptible", "agent", b"agent", "checkpoint_interval", b"checkpoint_interval", "closes_connections", b"closes_connections", "command", b"command", "convergence", b"convergence", "deadline", b"deadline", "device_type", b"device_type", "display_name", b"display_name", "distributed", b"distributed", "environment", b"environment", "gpu_memory_bytes", b"gpu_memory_bytes", "gpus_max", b"gpus_max", "gpus_min", b"gpus_min", "is_move_required", b"is_move_required", "labels", b"labels", "locality", b"locality", "max_failures", b"max_failures", "mechanism", b"mechanism", "movable", b"movable", "nodes", b"nodes", "partition", b"partition", "preemptible", b"preemptible", "priority", b"priority", "role_programs", b"role_programs", "roles", b"roles", "scheduler", b"scheduler", "stop_grace", b"stop_grace", "stop_signal", b"stop_signal", "time_limit", b"time_limit", "weight", b"weight", "working_directory", b"working_directory"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__movable: typing_extensions.TypeAlias = typing.Literal["movable"]
     _WhichOneofArgType__movable: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable"]
@@ -478,6 +484,54 @@ class JobSpec(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__preemptible) -> _WhichOneofReturnType__preemptible | None: ...
 
 Global___JobSpec: typing_extensions.TypeAlias = JobSpec
+
+@typing.final
+class RoleProgram(google.protobuf.message.Message):
+    """The program of the tasks of one role."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class EnvironmentEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["key", b"key", "value", b"value"]
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+    ROLE_FIELD_NUMBER: builtins.int
+    COMMAND_FIELD_NUMBER: builtins.int
+    ENVIRONMENT_FIELD_NUMBER: builtins.int
+    role: builtins.str
+    """Name of the role."""
+    @property
+    def command(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """argv, with the limits of the job's command; empty: the job's command."""
+
+    @property
+    def environment(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """On top of the job's environment; never listed by List or Watch."""
+
+    def __init__(
+        self,
+        *,
+        role: builtins.str = ...,
+        command: collections.abc.Iterable[builtins.str] | None = ...,
+        environment: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["command", b"command", "environment", b"environment", "role", b"role"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___RoleProgram: typing_extensions.TypeAlias = RoleProgram
 
 @typing.final
 class Convergence(google.protobuf.message.Message):

@@ -3,13 +3,14 @@ what is durable comes first: gang.json, then the pages with the order in them, t
 
 from __future__ import annotations
 
+import json
 import os
 import pwd
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from ganger.agent.v1 import agent_pb2
 from ganger.injob.launcher.process_record import TaskPlace, rank_environment, torchrun_environment
@@ -17,6 +18,7 @@ from ganger.injob.page import page_path
 from ganger.injob.page_layout import VERSION
 from ganger.text import counted
 from ganger.v1 import job_pb2
+from ganger.wire.endpoints import host_of
 from ganger.wire.resource_names import parse_job_name, parse_node_name
 
 from ganger_daemon.checkpoints.storage import Unreadable, newest_found, parse_final, shard_name, token_found, verify
@@ -32,6 +34,8 @@ from ganger_daemon.node.process_identity import ProcessId, has_other_user
 _ARENA_ALIGNMENT = 2 << 20
 # A job that claims no memory may use all of its node's.
 _IMAGE_MARGIN_BYTES = 64 << 30
+# Characters; a program cannot be started with a variable of more than 128 KiB.
+_HOSTS_MOST: Final = 64 * 1024
 
 
 class LaunchRefusedError(Exception):
@@ -88,6 +92,35 @@ class RestorePlan:
     world: int = 0
 
 
+class RolePlace(NamedTuple):
+    """A rank in its role: `number` of `size` tasks, from 0, `local_index` of `local_size` of them on this node."""
+
+    name: str
+    number: int
+    size: int
+    local_index: int
+    local_size: int
+
+
+def role_place(spec: job_pb2.JobSpec, part: LocalPart, rank: int) -> RolePlace:
+    """Return the place of a rank. Ranks are numbered role by role; the only role of a job has all of them."""
+    name, first, size = spec.roles[0].name if spec.roles else "", 0, part.world
+    if len(spec.roles) > 1:
+        for role in spec.roles:
+            name, size = role.name, role.tasks
+            if rank < first + size:
+                break
+            first += size
+    local = [other for other in part.ranks if first <= other < first + size]
+    return RolePlace(name, rank - first, size, local.index(rank), len(local))
+
+
+def program_of(spec: job_pb2.JobSpec, role: str) -> tuple[list[str], Mapping[str, str]]:
+    """Return the command of a role's tasks, and the variables that they alone have."""
+    found = next((program for program in spec.role_programs if program.role == role), job_pb2.RoleProgram())
+    return list(found.command or spec.command), found.environment
+
+
 def environment_of(spec: job_pb2.JobSpec, devices: Mapping[str, str], account: Account | None = None) -> dict[str, str]:
     """Return the user's environment with the variables of the devices; nothing of the daemon's own. `account`: that
     the job runs as, which has its home wherever the user submitted."""
@@ -104,16 +137,21 @@ def environment_of(spec: job_pb2.JobSpec, devices: Mapping[str, str], account: A
 def check_command(spec: job_pb2.JobSpec) -> None:
     """Check a command before it starts, with the rights of the calling thread on files. Raises LaunchRefusedError for a
     command or directory that cannot work, before anything is forked."""
-    if not spec.command:
+    if not all(commands_of(spec)):
         raise LaunchRefusedError("the command is empty")
     directory = spec.working_directory or "/"
     if not os.path.isdir(directory):
         raise LaunchRefusedError(f"working directory {directory} does not exist on this node")
 
 
+def commands_of(spec: job_pb2.JobSpec) -> list[list[str]]:
+    """Return the commands of a job's roles."""
+    return [program_of(spec, role.name)[0] for role in spec.roles] or [list(spec.command)]
+
+
 def has_no_agent(spec: job_pb2.JobSpec) -> bool:
-    """Return whether no hello is expected: the user wanted no agent, or the command is no Python."""
-    return spec.agent == job_pb2.JobSpec.AGENT_NONE or not is_python(spec.command)
+    """Return whether no hello is expected: the user wanted no agent, or the command of a role is no Python."""
+    return spec.agent == job_pb2.JobSpec.AGENT_NONE or not all(map(is_python, commands_of(spec)))
 
 
 def own_user() -> str:
@@ -221,24 +259,53 @@ def is_distributed(desired: agent_pb2.DesiredGang, part: LocalPart) -> bool:
     return part.world > 1 or desired.spec.gpus_max > 0 or desired.spec.distributed
 
 
+def hosts_by_role(desired: agent_pb2.DesiredGang) -> dict[str, list[str]]:
+    """Return the hosts of the tasks of each role, in the order of their ranks."""
+    hosts = {rank: host_of(member.peer_address) for member in desired.members for rank in member.ranks}
+    found, first = {}, 0
+    for role in desired.spec.roles:
+        found[role.name] = [hosts.get(rank, "") for rank in range(first, first + role.tasks)]
+        first += role.tasks
+    return found
+
+
 def job_environment(
     desired: agent_pb2.DesiredGang, paths: GangPaths, part: LocalPart, rank: int, rendezvous: Rendezvous
 ) -> dict[str, str]:
     """Return the variables that describe its job and its gang to a rank."""
     nodes = [parse_node_name(member.node) for member in desired.members]
+    role = role_place(desired.spec, part, rank)
     environment = {
         "GANGER_JOB_ID": str(parse_job_name(desired.job)),
         "GANGER_JOB_NAME": desired.spec.display_name,
         "GANGER_ATTEMPT": str(desired.attempt or 1),
         "GANGER_NODES": ",".join(nodes),
+        "GANGER_ROLE": role.name,
+        "GANGER_ROLE_RANK": str(role.number),
+        "GANGER_ROLE_SIZE": str(role.size),
     }
+    has_roles = len(desired.spec.roles) > 1
+    if has_roles and len(hosts := json.dumps(hosts_by_role(desired))) <= _HOSTS_MOST:
+        environment["GANGER_ROLE_HOSTS"] = hosts
     if is_distributed(desired, part):
         own = next((number for number, member in enumerate(desired.members) if rank in member.ranks), 0)
-        place = TaskPlace(rank, part.world, part.ranks.index(rank), len(part.ranks), own, len(nodes))
+        place = TaskPlace(rank, part.world, role.local_index, role.local_size, own, len(nodes))
         environment |= torchrun_environment(
             place, rendezvous.host, rendezvous.port, run=paths.group, has_store=rendezvous.store
         )
+        if has_roles:
+            environment |= {"ROLE_NAME": role.name, "ROLE_RANK": str(role.number), "ROLE_WORLD_SIZE": str(role.size)}
     return environment
+
+
+def _write_restore(paths: GangPaths, rank: int, restore: RestorePlan, ahead: int) -> str:
+    """Write what a rank reads of the state that it starts from. Return the file's path; empty where there is none."""
+    if not restore.kind or restore.kind == "image":
+        return ""
+    fields = {"kind": restore.kind, "path": restore.path, "step": restore.step, "size": ahead}
+    fields["rank"] = rank % restore.world if restore.world else rank
+    write_json(paths.restore(rank), fields, mode=paths.read_mode)
+    return str(paths.restore(rank))
 
 
 def launch_mapping(
@@ -247,30 +314,26 @@ def launch_mapping(
     rank: int,
     *,
     environment: Mapping[str, str],
+    devices: Mapping[str, str],
     rendezvous: Rendezvous,
     restore: RestorePlan,
     cgroup_files: tuple[str, ...],
     threads: int,
     arena_bytes: int,
 ) -> dict[str, Any]:
-    """Return the launcher's request for one rank, which is also rank-K.launch.json."""
+    """Return the launcher's request for one rank, which is also rank-K.launch.json. `environment`: of the gang.
+    `devices`: variables of the devices that the rank sees."""
     host, paths, part = context.host, context.paths, context.part
     ahead = bytes_ahead_per_rank(desired, len(part.ranks), arena_bytes)
-    restore_path = ""
-    if restore.kind and restore.kind != "image":
-        restore_file = paths.restore(rank)
-        fields = {"kind": restore.kind, "path": restore.path, "step": restore.step, "size": ahead}
-        fields["rank"] = rank % restore.world if restore.world else rank
-        write_json(restore_file, fields, mode=paths.read_mode)
-        restore_path = str(restore_file)
+    command, own_environment = program_of(desired.spec, role_place(desired.spec, part, rank).name)
     env = rank_environment(
-        base=environment,
+        base={**environment, **own_environment, **devices},
         page=page_path(str(paths.run), rank),
         job_dir=str(paths.work),
         socket=str(paths.socket),
         threads=threads,
         inject=host.launchers.inject,
-        restore=restore_path,
+        restore=_write_restore(paths, rank, restore, ahead),
         job=job_environment(desired, paths, part, rank, rendezvous),
     )
     if desired.spec.agent == job_pb2.JobSpec.AGENT_NONE:
@@ -279,7 +342,7 @@ def launch_mapping(
     cpus = host.cores.cpus_of(context.cores_by_rank()[rank])
     mapping: dict[str, Any] = {
         "name": paths.name(rank),
-        "argv": list(desired.spec.command),
+        "argv": command,
         "env": env,
         "cwd": desired.spec.working_directory or "/",
         "log": str(host.logs.begin(desired.job_uid, rank, desired.epoch, account)),

@@ -8,7 +8,8 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from ganger_daemon.gang.launch_plan import (
     image_arena_bytes,
     launch_mapping,
     restore_plan,
+    role_place,
 )
 from ganger_daemon.gang.process_image import GangImages
 from ganger_daemon.images.contract import ImageRefusedError
@@ -254,6 +256,14 @@ class RankLaunch(OfGang):
         await hastened
         return processes
 
+    def _visible_mask(self, desired: agent_pb2.DesiredGang, rank: int) -> int:
+        """Return the devices that a rank sees: the gang's, of several roles those of the rank's role."""
+        if len(desired.spec.roles) < 2:
+            return desired.claim.device_mask
+        role = role_place(desired.spec, self._part, rank).name
+        masks = zip(self._part.ranks, self._part.device_masks, strict=True)
+        return reduce(or_, [mask for other, mask in masks if role_place(desired.spec, self._part, other).name == role])
+
     def _get_launcher(
         self, desired: agent_pb2.DesiredGang, environment: Mapping[str, str], account: Account | None
     ) -> Launcher:
@@ -403,6 +413,7 @@ class RankLaunch(OfGang):
                     desired,
                     rank,
                     environment=environment,
+                    devices=self._host.devices.environment(self._visible_mask(desired, rank)),
                     rendezvous=rendezvous,
                     restore=restore,
                     cgroup_files=files,

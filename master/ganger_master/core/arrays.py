@@ -276,14 +276,16 @@ def _wrong_members(members: Sequence[tuple[int, Mapping[str, str]]]) -> list[tup
 def _wrong_commands(spec: JobSpec, members: Sequence[tuple[int, Mapping[str, str]]]) -> list[tuple[str, str]]:
     """Return what is wrong with the members' commands. Lengths are computed before any command is built."""
     template, shared = Template(spec.command), bytes_of_all(spec.environment)
+    of_roles = [Template(program.command) for program in spec.role_programs if program.command]
+    shared += sum([bytes_of_all(program.environment) for program in spec.role_programs])
     total = 0
-    if template.places > _PLACES_LIMIT:
+    if template.places + sum([one.places for one in of_roles]) > _PLACES_LIMIT:
         return [("spec.command", f"at most {_PLACES_LIMIT} places such as {{NAME}}: put the program into a file")]
     for index, given in members:
-        length = template.length(index, given)
+        length = template.length(index, given) + sum([one.length(index, given) for one in of_roles])
         if length > COMMAND_BYTES_LIMIT:
             return [("spec.command", f"at most {COMMAND_BYTES_LIMIT} bytes in all, with the parameters put in")]
-        if not template.has_program(index, given):
+        if not all(one.has_program(index, given) for one in (template, *of_roles)):
             return [("spec.command", "must name a program to run, with the parameters put in")]
         total += length + shared
     if total > _BYTES_LIMIT:

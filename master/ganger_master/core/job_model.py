@@ -44,6 +44,14 @@ _ANYWHERE: Final = Locality()
 _SIGNAL: Final = Mechanism.SIGNAL
 
 
+class RoleProgram(Struct, frozen=True, gc=False, omit_defaults=True):
+    """What the tasks of one role run: `command` instead of the job's, if not empty, and `environment` on top of it."""
+
+    role: str
+    command: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
 class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED_NAMES):
     """A user's request; `ganger.v1.JobSpec` as plain values. Zero and empty mean what they mean on the wire."""
 
@@ -91,8 +99,14 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED_N
     # The signal at which the script saves itself and exits, "TERM"; empty: none.
     stop_signal: str = ""
     stop_grace_s: float = 60.0
+    role_programs: tuple[RoleProgram, ...] = ()
     # Set by the master.
     array: Membership | None = None
+
+    @property
+    def all_words(self) -> tuple[str, ...]:
+        """Return the words of the job's command and of those of its roles."""
+        return (*self.command, *[word for program in self.role_programs for word in program.command])
 
     @property
     def gpus(self) -> int:
@@ -583,5 +597,10 @@ def resolved(spec: JobSpec) -> JobSpec:
         "GANGER_ARRAY_PARAMETERS": json.dumps(array.parameters),
         **{f"GANGER_ARRAY_{name}": text for name, text in array.parameters.items()},
     }
-    command = tuple([_PLACE.sub(filled, word) for word in spec.command])
-    return replace(spec, command=command, environment={**spec.environment, **variables})
+
+    def with_values(command: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple([_PLACE.sub(filled, word) for word in command])
+
+    programs = tuple([replace(program, command=with_values(program.command)) for program in spec.role_programs])
+    environment = {**spec.environment, **variables}
+    return replace(spec, command=with_values(spec.command), environment=environment, role_programs=programs)

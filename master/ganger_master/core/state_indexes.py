@@ -32,7 +32,8 @@ def spec_bytes(spec: JobSpec) -> int:
 
 def _own_bytes(spec: JobSpec) -> int:
     parameters = {} if spec.array is None else spec.array.parameters
-    return _JOB_BYTES + sum(map(bytes_of, spec.command)) + bytes_of_all(spec.labels) + bytes_of_all(parameters)
+    own = _JOB_BYTES + sum(map(bytes_of, spec.all_words)) + bytes_of_all(spec.labels) + bytes_of_all(parameters)
+    return own + sum([bytes_of_all(program.environment) for program in spec.role_programs])
 
 
 def bytes_of_all(texts: Mapping[str, str]) -> int:

@@ -13,6 +13,7 @@ from ganger_master.core.answers import RefusedError
 from ganger_master.core.job_model import JobRecord, JobSpec, bytes_of
 from ganger_master.core.limits import beyond
 from ganger_master.core.state import State
+from ganger_master.core.state_indexes import bytes_of_all
 
 _TASKS_LIMIT = 10_000
 _COMMAND_LIMIT = 1_000
@@ -136,22 +137,15 @@ def wrong_wishes(spec: JobSpec) -> tuple[tuple[str, str], ...]:
 
 
 def _wrong_program(spec: JobSpec) -> Iterator[tuple[str, str]]:
-    path, command = "spec.command", spec.command
-    if not command or not command[0]:
-        yield path, "must name a program to run"
-    if len(command) > _COMMAND_LIMIT:
-        yield path, f"at most {_COMMAND_LIMIT} words"
-    if bytes_of("".join(command)) > COMMAND_BYTES_LIMIT:
-        yield path, f"at most {COMMAND_BYTES_LIMIT} bytes in all"
-    if "\0" in "".join(command):
-        yield path, "no word may contain a NUL character"
+    yield from _wrong_command("spec.command", spec.command)
     path, directory = "spec.working_directory", spec.working_directory
     if not directory.startswith("/"):
         yield path, "must be an absolute path"
     if bytes_of(directory) > _TEXT_LIMIT or "\0" in directory:
         yield path, f"at most {_TEXT_LIMIT} bytes, no NUL"
-    if spec.environment:
-        yield from _wrong_environment(spec.environment)
+    yield from _wrong_environment("spec.environment", spec.environment)
+    if spec.role_programs:
+        yield from _wrong_role_programs(spec)
     if spec.scheduler:
         path = "spec.scheduler"
         if not _is_text(spec.scheduler, _TEXT_LIMIT):
@@ -161,8 +155,40 @@ def _wrong_program(spec: JobSpec) -> Iterator[tuple[str, str]]:
             yield path, "write module:Class"
 
 
-def _wrong_environment(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    path, names, values = "spec.environment", "".join(environment), "".join(environment.values())
+def _wrong_command(path: str, command: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    if not command or not command[0]:
+        yield path, "must name a program to run"
+    if len(command) > _COMMAND_LIMIT:
+        yield path, f"at most {_COMMAND_LIMIT} words"
+    if bytes_of("".join(command)) > COMMAND_BYTES_LIMIT:
+        yield path, f"at most {COMMAND_BYTES_LIMIT} bytes in all"
+    if "\0" in "".join(command):
+        yield path, "no word may contain a NUL character"
+
+
+def _wrong_role_programs(spec: JobSpec) -> Iterator[tuple[str, str]]:
+    roles, named = {role.name for role in spec.roles}, [program.role for program in spec.role_programs]
+    if len(set(named)) < len(named):
+        yield "spec.role_programs", "at most one for a role"
+    all_bytes = bytes_of_all(spec.environment)
+    for index, program in enumerate(spec.role_programs):
+        path = f"spec.role_programs[{index}]"
+        if program.role not in roles:
+            yield f"{path}.role", f"the job has no role {program.role[:40]!r}"
+        if program.command:
+            yield from _wrong_command(f"{path}.command", program.command)
+        yield from _wrong_environment(f"{path}.environment", program.environment)
+        all_bytes += bytes_of_all(program.environment)
+    if all_bytes > _ENVIRONMENT_LIMIT:
+        yield "spec.role_programs", f"with the job's environment at most {_ENVIRONMENT_LIMIT} bytes in all"
+    if sum([bytes_of("".join(program.command)) for program in spec.role_programs]) > COMMAND_BYTES_LIMIT:
+        yield "spec.role_programs", f"at most {COMMAND_BYTES_LIMIT} bytes of commands in all"
+
+
+def _wrong_environment(path: str, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    if not environment:
+        return
+    names, values = "".join(environment), "".join(environment.values())
     if "" in environment or "=" in names or "\0" in names:
         bad = [name for name in environment if not name or "=" in name or "\0" in name]
         yield path, f"no such variable name is possible: {bad[:3]}"

@@ -297,14 +297,26 @@ class Redaction:
         if spec.array is not None and not self._with_environment:
             array = replace(spec.array, parameters=self._parameters(spec.array.parameters))
             spec = replace(spec, array=array)
-        if self._with_environment or not (spec.environment or len(spec.command) > 1):
+        if self._with_environment or not (spec.environment or len(spec.command) > 1 or spec.role_programs):
             return spec
         # Made of the whole description, so that no two that differ in one short word look the same.
-        signs = self._signs(repr((spec.command, sorted(spec.environment.items()))))
-        command = (*spec.command[:1], *(_hidden(word, signs) for word in spec.command[1:]))
+        command, environment = self._program(spec.command, spec.environment)
+        programs = [(one, *self._program(one.command, one.environment)) for one in spec.role_programs]
+        return replace(
+            spec,
+            command=command,
+            environment=environment,
+            role_programs=tuple([replace(one, command=own, environment=more) for one, own, more in programs]),
+        )
+
+    def _program(
+        self, command: tuple[str, ...], environment: Mapping[str, str]
+    ) -> tuple[tuple[str, ...], dict[str, str]]:
+        signs = self._signs(repr((command, sorted(environment.items()))))
         # Two are the same in whatever order they name variables, and keep theirs.
-        hidden = {name: _hidden(word, signs) for name, word in sorted(spec.environment.items())}
-        return replace(spec, command=command, environment={name: hidden[name] for name in spec.environment})
+        hidden = {name: _hidden(word, signs) for name, word in sorted(environment.items())}
+        words = (*command[:1], *(_hidden(word, signs) for word in command[1:]))
+        return words, {name: hidden[name] for name in environment}
 
     def _parameters(self, given: Mapping[str, str]) -> dict[str, str]:
         """Return the parameters of an array member with hidden values; they are its arguments."""

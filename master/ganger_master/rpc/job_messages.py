@@ -32,6 +32,7 @@ from ganger_master.core.job_model import (
     JobRecord,
     JobSpec,
     RefusedMechanism,
+    RoleProgram,
     SuspendLevel,
     Update,
     resolved,
@@ -176,7 +177,7 @@ _SLICE_STATES: Final[Mapping[bool | None, job_pb2.Gang.SliceState.ValueType]] = 
 }
 _STOP_GRACE_S: Final = 60.0
 _ANYWHERE: Final = Locality()
-_ENTRIES_MOST: Final = {"command": 1_000, "environment": 10_000, "roles": 100, "labels": 100}
+_ENTRIES_MOST: Final = {"command": 1_000, "environment": 10_000, "roles": 100, "labels": 100, "role_programs": 100}
 # The largest number of steps, samples or bytes that a store can hold.
 _COUNT_MOST: Final = (1 << 63) - 1
 _LEVELS_FROM_WIRE: Final[Mapping[int, SuspendLevel]] = {number: level for level, number in _LEVELS.items()}
@@ -204,6 +205,9 @@ def spec_from_wire(message: job_pb2.JobSpec) -> JobSpec:
         command=tuple(message.command),
         roles=tuple([convert.role_from_wire(role) for role in message.roles]),
         environment=dict(message.environment),
+        role_programs=tuple(
+            [RoleProgram(one.role, tuple(one.command), dict(one.environment)) for one in message.role_programs]
+        ),
         locality=convert.locality_from_wire(message.locality) if message.HasField("locality") else _ANYWHERE,
         time_limit_s=times.seconds(message.time_limit) if message.HasField("time_limit") else None,
         preemptible=message.preemptible if message.HasField("preemptible") else True,
@@ -239,6 +243,9 @@ def spec_to_wire(spec: JobSpec, *, with_environment: bool, into: job_pb2.JobSpec
     message.agent = job_pb2.JobSpec.AGENT_NONE if spec.agent is Agent.NONE else job_pb2.JobSpec.AGENT_AUTOMATIC
     for role in spec.roles:
         convert.role_to_wire(role, message.roles.add())
+    for program in spec.role_programs:
+        environment = program.environment if with_environment else None
+        message.role_programs.add(role=program.role, command=program.command, environment=environment)
     convert.locality_to_wire(spec.locality, message.locality)
     _put(message, spec, _RESOURCES)
     _rules_to_wire(spec, message)

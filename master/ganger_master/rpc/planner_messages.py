@@ -124,7 +124,7 @@ def live_job_to_wire(job: JobRecord, gang: Gang | None, into: scheduling_pb2.Liv
     for own, name, to_wire, _ in _TIMES:
         if value := getattr(job, own):
             getattr(into, name).CopyFrom(to_wire(value))
-    into.signature = signature_of(job.user, job.spec.command, job.spec.roles)
+    into.signature = signature_of(job.user, job.spec.all_words, job.spec.roles)
     into.is_ending = job.ending is not None
     into.is_moving = job.next_epoch != 0
     if job.capabilities.known:
