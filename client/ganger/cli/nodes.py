@@ -1,5 +1,4 @@
-"""`ganger nodes`, `drain`, `cordon`, `uncordon`, `lost`, `partitions`: nodes, gangs on them that the master did not
-start, and partitions."""
+"""`ganger nodes`, `drain`, `cordon`, `uncordon`, `lost`: nodes, and gangs on them that the master did not start."""
 
 from __future__ import annotations
 
@@ -13,14 +12,14 @@ from click.shell_completion import CompletionItem
 
 from ganger.cli.options import CompletedType, NodeType, confirm, json_option, number, open_client, yes_option
 from ganger.cluster.resources import UNLIMITED_MB_PER_S
-from ganger.console import CommandError, ExitCode, enum_text, print_json, print_line, print_pairs, print_table
-from ganger.text import counted, format_cores, format_duration, format_memory, visible
+from ganger.console import enum_text, print_json, print_line, print_pairs, print_table
+from ganger.text import counted, format_cores, format_duration, format_memory
 from ganger.wire import times
 
 if TYPE_CHECKING:
     from ganger.client import Client
     from ganger.v1.job_service_pb2 import Explanation
-    from ganger.v1.node_pb2 import ListNodesResponse, Node, NodeState, Partition, QuarantinedGang
+    from ganger.v1.node_pb2 import ListNodesResponse, Node, NodeState, QuarantinedGang
 
 _QUARANTINE_HEADINGS = ("GANG", "JOB", "USER", "NODES", "STATE", "WHY")
 
@@ -192,7 +191,7 @@ def drain(node: str, reason: str, as_json: bool) -> None:
     from ganger.wire.errors import JobNotFound
 
     with open_client() as client:
-        _tell(client.drain_node(node, reason), as_json)
+        _print_node(client.drain_node(node, reason), as_json)
         if as_json:
             return
         for job in client.list_jobs([Job.STATE_HOLDING, Job.STATE_SUSPENDED]):
@@ -226,7 +225,7 @@ def _leaves(answer: Explanation) -> str:
 def cordon(node: str, reason: str, as_json: bool) -> None:
     """Give a node no new jobs; those there stay."""
     with open_client() as client:
-        _tell(client.cordon_node(node, reason), as_json)
+        _print_node(client.cordon_node(node, reason), as_json)
 
 
 @click.command()
@@ -235,7 +234,7 @@ def cordon(node: str, reason: str, as_json: bool) -> None:
 def uncordon(node: str, as_json: bool) -> None:
     """Undo drain and cordon, and forget that launches failed on it."""
     with open_client() as client:
-        _tell(client.uncordon_node(node), as_json)
+        _print_node(client.uncordon_node(node), as_json)
 
 
 @click.command()
@@ -251,7 +250,7 @@ def lost(node: str, is_sure: bool, as_json: bool) -> None:
         if not is_sure:
             client.get_node(node)  # Without such a node there is nothing to confirm.
         confirm(f"is {number(node)} powered off, or sure never to come back as it is?", is_sure)
-        _tell(client.declare_node_lost(node), as_json)
+        _print_node(client.declare_node_lost(node), as_json)
 
 
 @click.command()
@@ -323,8 +322,6 @@ def rows(answer: ListNodesResponse) -> list[tuple[str, ...]]:
     """A table row for each node."""
     import time
 
-    from ganger.wire import times
-
     kinds = {kind.name: kind for kind in answer.configuration_sets}
     result: list[tuple[str, ...]] = []
     for node in sorted(answer.nodes, key=lambda node: node.name):
@@ -374,88 +371,6 @@ def launches_text(node: Node) -> str:
     return f"{starts} failed here, {node.launch_failure}"
 
 
-def _tell(node: Node, as_json: bool) -> None:
+def _print_node(node: Node, as_json: bool) -> None:
     reason = f": {node.state_reason}" if node.state_reason else ""
     _print(node, f"node {number(node.name)} is {state_text(node)}{reason}", as_json)
-
-
-_PARTITION_HEADINGS = (
-    *("PARTITION", "TIME", "NODES", "GPUS", "FREE", "HELD", "JOBS", "PENDING", "PRIORITY", "MOST GPUS", "FOR"),
-    "NODELIST",
-)
-_PARTITION_SPARE = ("PRIORITY", "HELD", "PENDING", "JOBS", "FOR")
-# Most users and teams that the table names.
-_NAMES_SHOWN = 3
-
-
-@click.command()
-@click.argument("names", nargs=-1, metavar="[NAME]...")
-@json_option
-def partitions(names: tuple[str, ...], as_json: bool) -> None:
-    """List partitions, with what is free there and the limits of their jobs.
-
-    The default is marked with *. NODES: those that take jobs, of all. HELD: GPUs of the partition's own jobs.
-    """
-    with open_client() as client:
-        found = client.list_partitions()
-    for name in names:
-        check_partition(name, found)
-    chosen = [one for one in found if not names or one.name in names]
-    if as_json:
-        print_json(chosen)
-        return
-    print_table(
-        _PARTITION_HEADINGS,
-        [_partition_row(one) for one in chosen],
-        "no partitions: jobs may be on all nodes",
-        _PARTITION_SPARE,
-    )
-    for one in chosen:
-        if one.absent_node_count:
-            absent = counted(one.absent_node_count, "node")
-            have = "has" if one.absent_node_count == 1 else "have"
-            print(
-                f"ganger: partition {one.name} names {absent} that {have} not joined: {visible(one.absent_nodes)}",
-                file=sys.stderr,
-            )
-
-
-def check_partition(name: str, found: Sequence[Partition]) -> None:
-    """Raise CommandError unless a partition of this name is among those of the cluster."""
-    known = [one.name for one in found]
-    if name not in known:
-        there = f"there are {', '.join(known)}" if known else "the cluster has none"
-        raise CommandError(f"there is no partition {name!r}: {there}", ExitCode.NOT_FOUND)
-
-
-def _partition_row(one: Partition) -> tuple[str, ...]:
-    return (
-        visible(one.name) + "*" * one.is_default,
-        format_duration(times.seconds(one.time_limit)) if one.HasField("time_limit") else "any",
-        f"{one.available_node_count}/{one.node_count}",
-        str(one.devices),
-        str(one.devices_free),
-        str(one.devices_held),
-        str(one.jobs_holding),
-        str(one.jobs_pending),
-        f"{one.priority}{'' if one.preemptible else ', not preempted'}",
-        _partition_limits(one),
-        _partition_users(one),
-        visible(one.nodes) or "none",
-    )
-
-
-def _partition_limits(one: Partition) -> str:
-    """Return "64, 8 a user, 4 a job"; "any" without limits."""
-    limits = [
-        str(one.gpus_limit) if one.HasField("gpus_limit") else "",
-        f"{one.gpus_per_user_limit} a user" if one.HasField("gpus_per_user_limit") else "",
-        f"{one.gpus_per_job_limit} a job" if one.HasField("gpus_per_job_limit") else "",
-    ]
-    return ", ".join(filter(None, limits)) or "any"
-
-
-def _partition_users(one: Partition) -> str:
-    names = [*map(visible, one.users), *[f"team {visible(team)}" for team in one.teams]]
-    more = ", ..." if len(names) > _NAMES_SHOWN else ""
-    return ", ".join(names[:_NAMES_SHOWN]) + more if names else "all"

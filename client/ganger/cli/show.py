@@ -126,7 +126,7 @@ def queue(
         jobs = sorted(found[:room], key=job_table.order)
         # Jobs may name a partition that the settings no longer have: they are listed.
         if partition and not jobs:
-            from ganger.cli.nodes import check_partition
+            from ganger.cli.partitions import check_partition
 
             check_partition(partition, client.list_partitions())
     if len(found) + len(arrays) > limit:
