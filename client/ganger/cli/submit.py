@@ -231,7 +231,7 @@ def _submit_job(spec: JobSpec, request_id: str | None, follow: bool, dry_run: bo
 
 
 def _dry_run(found: JobSpec | CreateArrayRequest, as_json: bool) -> int:
-    from ganger.cli.dry_run import print_dry_run
+    from ganger.cli.job_details import print_dry_run
 
     print_dry_run(found, as_json)
     return 0
