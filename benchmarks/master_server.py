@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import grpc
+from ganger import program_setup
 from ganger.cluster.resources import Claim, ConfigurationSet, DeviceGroup, LocalityLevel, Role, Socket, TaskShape
 from ganger.v1 import job_pb2, job_service_pb2, scheduling_pb2
 from ganger_master.app import Master
@@ -22,7 +23,6 @@ from ganger_master.config import Config
 from ganger_master.core import commands
 from ganger_master.core.answers import Refused, SessionAnswer
 from ganger_master.core.job_model import JobSpec
-from ganger_master.runtime import process_setup
 
 EMPTY: Final = "ganger.bench.Empty"
 DEVICES: Final = 8
@@ -144,7 +144,7 @@ async def _serve(directory: Path, nodes: int, jobs: int) -> None:
     state.settings = replace(state.settings, silent_margin_s=None)
     await _fill(master, nodes, jobs)
     # As a master does that has loaded its state.
-    process_setup.settle()
+    program_setup.settle()
     print(f"ready {master.address} {master.token}", flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await master.stop()

@@ -40,6 +40,7 @@ from ganger.cluster.resources import GangShape, Locality, LocalityLevel, NodeRow
 from ganger.cluster.search import PlacementRequest
 from ganger.cluster.topology import parse_topology
 from ganger.cluster.view import LoadMode, View
+from ganger.program_setup import settled
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord, JobSpec
 from ganger_master.core.plan_changes import claims_in
@@ -55,7 +56,6 @@ from ganger_master.policies.orders import FACT_COLUMNS, Capacity, Facts, Integer
 from ganger_master.policies.placements import PLACEMENTS, PlacementPreference
 from ganger_master.policies.tunings import Known, profiles_of
 from ganger_master.policies.tunings.synergy import SYNERGY_TUNE
-from ganger_master.runtime.process_setup import settled
 from ganger_master.simulator.traces.workload import elasticflow_speeds, synergy_profiles
 
 from benchmarks.report import AtMost, report

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 from ganger.injob.page import Page, now_ns
 from ganger.injob.page_access import PageError
 from ganger.injob.page_layout import PageOrderKind, PageState, Word
-from ganger.program_log import read_line
+from ganger.program_setup import read_line
 from ganger_daemon.node.process_identity import anonymous_bytes
 
 from benchmarks.bench_cluster import BenchCluster

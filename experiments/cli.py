@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 from ganger.console import CommandError, ExitCode
-from ganger_master.runtime.process_setup import one_thread_each
+from ganger.program_setup import one_thread_each
 
 _ROWS = Path("build/reproduce")
 

@@ -172,7 +172,7 @@ def daemon(
 ) -> None:
     """Run the daemon of this node. SIGTERM ends the daemon only: jobs continue, and the next daemon takes them over."""
     from ganger.console import CommandError, ExitCode
-    from ganger.program_log import set_up_log
+    from ganger.program_setup import set_up_log
     from ganger.tracing import set_up_tracing
 
     from ganger_daemon.app import DaemonSettings, run_daemon

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc
-from ganger import __version__
+from ganger import __version__, program_setup
 from ganger.failpoints import Failpoints
 from ganger.service_unit import ServiceManager
 from ganger.wire.endpoints import EndpointError, address_for_clients, is_loopback
@@ -40,7 +40,6 @@ from ganger_master.rpc import audit
 from ganger_master.rpc.access import UserLimits
 from ganger_master.rpc.node_selection_messages import absent_nodes
 from ganger_master.rpc.server import MasterServer
-from ganger_master.runtime import process_setup
 from ganger_master.runtime import state_directory as retention
 from ganger_master.runtime.publication import ProgressBoard
 from ganger_master.runtime.state_directory import (
@@ -489,7 +488,7 @@ async def run(config: Config, say: Callable[[str], None]) -> bool:
             await asyncio.wait({asked, failed, leading}, return_when=asyncio.FIRST_COMPLETED)
             if leading.done():
                 leading.result()
-                process_setup.settle()
+                program_setup.settle()
                 say(f"ganger master ready at {master.address}")
                 if master.metrics_url:
                     say(f"metrics at {master.metrics_url}")

@@ -61,7 +61,7 @@ def master(context: click.Context, /, config_file: Path | None, **flags: str | P
         return
     import asyncio
 
-    from ganger.program_log import set_up_log
+    from ganger.program_setup import set_up_log
     from ganger.tracing import set_up_tracing
 
     from ganger_master import app

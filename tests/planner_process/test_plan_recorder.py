@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from ganger import program_log
+from ganger import program_setup
 from ganger.cli.main import run
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.plan_changes import CoresChange, Goal, TrialFinding
@@ -365,7 +365,7 @@ def test_the_command_makes_the_directory_of_recordings_or_reports_why_it_cannot(
         return
 
     monkeypatch.setattr(Planner, "run", end_at_once)
-    monkeypatch.setattr(program_log, "set_up_log", lambda program: None)
+    monkeypatch.setattr(program_setup, "set_up_log", lambda program: None)
     (tmp_path / "file").touch()
     wanted = tmp_path / "file" / "records"
     assert run(["planner", "run", "--record", str(wanted)]) == 2

@@ -8,7 +8,7 @@ import sys
 # In an interpreter of its own: other threads of a process of tests may freeze and collect, too.
 _SCRIPT = """
 import gc
-from ganger_master.runtime.process_setup import settled
+from ganger.program_setup import settled
 
 gc.set_threshold(700, 10, 10)
 with settled():

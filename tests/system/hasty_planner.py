@@ -6,7 +6,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from ganger.program_log import set_up_log
+from ganger.program_setup import set_up_log
 from ganger.scheduling.program import until_stopped
 from ganger.wire.endpoints import find_endpoint
 from ganger_master.planner_process.run import Planner

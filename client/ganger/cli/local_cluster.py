@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from ganger.cli.options import number
 from ganger.console import CommandError, ExitCode
 from ganger.injob.process_identity import start_ticks
-from ganger.program_log import read_line
+from ganger.program_setup import read_line
 from ganger.text import os_failure
 from ganger.wire.endpoints import remove_endpoint
 

@@ -31,7 +31,7 @@ from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.resources import Claim, GangShape, NodeRow, Role, TaskShape, exceeds
 from ganger.cluster.view import LoadMode, View
 from ganger.job import FINISHED
-from ganger.program_log import set_up_log
+from ganger.program_setup import set_up_log
 from ganger.scheduling import MOST_CANDIDATES, DefaultScheduler, JobScheduler, PlacementLease, Proposal
 from ganger.scheduling.program import first_end, until_stopped, why_away
 from ganger.v1 import job_service_pb2, job_service_pb2_grpc, resources_pb2, scheduling_pb2, scheduling_pb2_grpc

@@ -48,7 +48,7 @@ def run(
     import asyncio
 
     from ganger.console import CommandError, ExitCode
-    from ganger.program_log import set_up_log
+    from ganger.program_setup import set_up_log
     from ganger.scheduling.program import until_stopped
     from ganger.wire.endpoints import find_endpoint
 

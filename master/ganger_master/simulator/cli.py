@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from ganger.console import CommandError, ExitCode, Parsed
+from ganger.program_setup import one_thread_each
 
 from ganger_master.core.settings import DEFAULT_POLICY
-from ganger_master.runtime.process_setup import one_thread_each
 from ganger_master.simulator.flags import (
     CLUSTER,
     LOAD_PHASES,
@@ -91,8 +91,8 @@ def simulate(
         raise click.UsageError("--load and --load-phases exclude each other")
     experiment = _Experiment(trace, (policy,), flags)
     from ganger.console import print_pairs, print_table
+    from ganger.program_setup import settled
 
-    from ganger_master.runtime.process_setup import settled
     from ganger_master.simulator.inputs import Load
     from ganger_master.simulator.report import files
     from ganger_master.simulator.report.figures import details, figures, unbounded_load_row, waiting_by_size

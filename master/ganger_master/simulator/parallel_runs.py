@@ -20,7 +20,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar
 
-from ganger_master.runtime.process_setup import one_thread_each, settle
+from ganger.program_setup import one_thread_each, settle
+
 from ganger_master.simulator.inputs import Load, Material, ReplayOptions, jobs_at
 from ganger_master.simulator.report.outcomes import Run
 

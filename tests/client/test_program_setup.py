@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterator
 
 import pytest
-from ganger.program_log import FORMAT_VARIABLE, read_line, set_up_log
+from ganger.program_setup import FORMAT_VARIABLE, read_line, set_up_log
 from ganger.text import visible
 from hypothesis import given
 from hypothesis import strategies as st
