@@ -1,11 +1,14 @@
 """Amounts as people write them ("16G", "2h30m", "1.5" cores), as numbers; numbers, counts and errors of the system as
-people read them; and texts of others, safe for a terminal. In ranks, in programs and in commands."""
+people read them; names of nodes as ranges, as Slurm writes them ("gpu[01-08,10],login"); and texts of others, safe for
+a terminal. In ranks, in programs and in commands."""
 
 from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import product
+from typing import Final
 
 _BYTES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _DECIMAL_BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -172,3 +175,77 @@ def visible(text: str, lines: bool = False) -> str:
     if text.isprintable():
         return text
     return (_CONTROLS_BUT_NEWLINE if lines else CONTROLS).sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+# -- node names as ranges ----------------------------------------------------------------------------------------------
+
+# More names than any cluster has nodes.
+_MOST_NAMES: Final = 100_000
+_PART: Final = re.compile(r"[^\[\],\s]+|\[[^\[\]]*\]")
+_SPAN: Final = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
+_NUMBERED: Final = re.compile(r"(.*?)(\d+)", re.ASCII)
+
+
+def expand_names(text: str) -> tuple[str, ...]:
+    """Return the names that a list of names and ranges stands for, each once. Raises ValueError."""
+    found: dict[str, None] = {}
+    for item in _items(text):
+        parts = _PART.findall(item)
+        if not parts or "".join(parts) != item:
+            raise ValueError(f"{item!r} is no name of a node: write n1, or gpu[01-08,10] for several")
+        choices = [_numbers(part, item) if part.startswith("[") else [part] for part in parts]
+        for chosen in product(*choices):
+            found["".join(chosen)] = None
+            if len(found) > _MOST_NAMES:
+                raise ValueError(f"{text[:60]!r} stands for more than {_MOST_NAMES} nodes")
+    return tuple(found)
+
+
+def _items(text: str) -> Iterator[str]:
+    """Yield what commas outside of brackets separate."""
+    depth, item = 0, ""
+    for sign in text:
+        depth += (sign == "[") - (sign == "]")
+        if sign == "," and not depth:
+            yield item.strip()
+            item = ""
+        else:
+            item += sign
+    if item.strip():
+        yield item.strip()
+
+
+def _numbers(bracket: str, item: str) -> list[str]:
+    """Return the numbers that "[01-08,10]" stands for, with the zeros that they begin with."""
+    found: list[str] = []
+    for span in bracket[1:-1].split(","):
+        match = _SPAN.fullmatch(span.strip())
+        if match is None:
+            raise ValueError(f"{item!r}: {span!r} is no number and no range such as 01-08")
+        first, last = match[1], match[2] or match[1]
+        if int(last) < int(first) or int(last) - int(first) >= _MOST_NAMES:
+            raise ValueError(f"{item!r}: {span!r} is no range from a smaller to a larger number")
+        found += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return found
+
+
+def compress_names(names: Iterable[str]) -> str:
+    """Return names as ranges, which `expand_names` reads: "gpu[01-08,10],login"."""
+    plain, numbered = [], []
+    for name in sorted(set(names)):
+        match = _NUMBERED.fullmatch(name)
+        if match is None:
+            plain.append(name)
+        else:
+            numbered.append((match[1], match[2]))
+    # Numbers that begin with zeros go together with those of as many digits.
+    padded = {(stem, len(digits)) for stem, digits in numbered if digits.startswith("0")}
+    by_stem: dict[tuple[str, int], list[int]] = {}
+    for stem, digits in numbered:
+        width = len(digits) if (stem, len(digits)) in padded else 0
+        by_stem.setdefault((stem, width), []).append(int(digits))
+    found = []
+    for (stem, width), numbers in by_stem.items():
+        spans = format_ranges(sorted(numbers), width)
+        found.append(f"{stem}{spans}" if spans.isdecimal() else f"{stem}[{spans}]")
+    return ",".join(sorted(found + plain))

@@ -167,10 +167,10 @@ def split(text: str) -> list[str]:
 
 
 def _in_brackets(text: str) -> Sequence[str]:
-    from ganger.node_ranges import expanded
+    from ganger.text import expand_names
 
     try:
-        return expanded(text)
+        return expand_names(text)
     except ValueError:
         raise click.BadParameter(f"{text!r} is no list of jobs: write for example 8_[1-3,5]") from None
 

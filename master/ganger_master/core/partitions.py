@@ -13,8 +13,7 @@ from functools import lru_cache
 from typing import Final
 
 from ganger.cluster.refusals import Reason, Refusal
-from ganger.node_ranges import expanded
-from ganger.text import counted, format_duration, parse_duration
+from ganger.text import counted, expand_names, format_duration, parse_duration
 from msgspec import Struct
 
 from ganger_master.core.named_tables import NamedTable, tables_of
@@ -214,7 +213,7 @@ def _nodes_of(table: NamedTable) -> tuple[str, ...]:
     return tuple(found)
 
 
-_names_in = lru_cache(64)(expanded)
+_names_in = lru_cache(64)(expand_names)
 
 
 def _time_of(table: NamedTable) -> float | None:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from ganger.job_state import JobState
-from ganger.node_ranges import compressed, expanded
+from ganger.text import compress_names, expand_names
 from ganger.v1 import node_pb2
 from ganger.wire import errors, times
 
@@ -35,7 +35,7 @@ def absent_nodes(state: State) -> Iterator[tuple[str, str]]:
     """Yield the partitions whose settings name nodes that have not joined, with the first of these nodes as ranges."""
     for name in state.partitions:
         if absent := state.partitions.absent(name, state.view.slots):
-            yield name, compressed(absent[:_NAMES_MOST])
+            yield name, compress_names(absent[:_NAMES_MOST])
 
 
 def _partition_to_wire(
@@ -56,7 +56,7 @@ def _partition_to_wire(
     return node_pb2.Partition(
         name=name,
         is_default=name == state.partitions.default,
-        nodes=compressed([view.nodes[slot] for slot in slots])[:_RANGES_MOST],
+        nodes=compress_names([view.nodes[slot] for slot in slots])[:_RANGES_MOST],
         node_count=len(slots),
         available_node_count=len(available),
         devices=sum([view.topologies[slot].devices for slot in slots]),
@@ -72,7 +72,7 @@ def _partition_to_wire(
         preemptible=partition.preemptible,
         users=partition.users[:_NAMES_MOST],
         teams=partition.teams[:_NAMES_MOST],
-        absent_nodes=compressed(absent[:_NAMES_MOST]),
+        absent_nodes=compress_names(absent[:_NAMES_MOST]),
         absent_node_count=len(absent),
     )
 
@@ -122,7 +122,7 @@ def reservation_update_from_wire(message: node_pb2.UpdateReservationRequest) -> 
 
 def _nodes(ranges: str) -> tuple[str, ...]:
     try:
-        return tuple(sorted(expanded(ranges) if ranges else ()))
+        return tuple(sorted(expand_names(ranges) if ranges else ()))
     except ValueError as error:
         raise errors.RequestInvalid(f"nodes: {error}") from None
 
@@ -136,7 +136,7 @@ def _users(users: Collection[str]) -> tuple[str, ...]:
 def reservation_to_wire(reservation: Reservation, now: float) -> node_pb2.Reservation:
     return node_pb2.Reservation(
         name=reservation.name,
-        nodes=compressed(reservation.nodes),
+        nodes=compress_names(reservation.nodes),
         start_time=times.timestamp(reservation.start),
         end_time=times.timestamp(reservation.end),
         users=reservation.users,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ganger.node_ranges import compressed, expanded
+from ganger.text import compress_names, expand_names
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,19 +19,19 @@ from hypothesis import strategies as st
     ],
 )
 def test_ranges_stand_for_names(text: str, names: tuple[str, ...]) -> None:
-    assert expanded(text) == names
+    assert expand_names(text) == names
 
 
 @pytest.mark.parametrize("text", ["n[1-", "n]1[", "n[a-b]", "n[3-1]", "n[]", "n1,,n2", "n 1", "n[1-2", "n[1-9999999]"])
 def test_what_is_no_range_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"is no|stands for"):
-        expanded(text)
+        expand_names(text)
 
 
 def test_numbers_of_one_width_are_one_range() -> None:
-    assert compressed(f"gpu{number:02}" for number in range(1, 13)) == "gpu[01-12]"
-    assert compressed(["n1", "n2", "n3", "n10", "login"]) == "login,n[1-3,10]"
-    assert compressed([]) == ""
+    assert compress_names(f"gpu{number:02}" for number in range(1, 13)) == "gpu[01-12]"
+    assert compress_names(["n1", "n2", "n3", "n10", "login"]) == "login,n[1-3,10]"
+    assert compress_names([]) == ""
 
 
 NAMES = st.lists(st.from_regex(r"[a-z]{1,2}-?[0-9]{0,3}", fullmatch=True), max_size=20)
@@ -39,5 +39,5 @@ NAMES = st.lists(st.from_regex(r"[a-z]{1,2}-?[0-9]{0,3}", fullmatch=True), max_s
 
 @given(NAMES)
 def test_compressed_names_expand_to_the_same_names(names: list[str]) -> None:
-    text = compressed(names)
-    assert set(expanded(text) if text else ()) == set(names)
+    text = compress_names(names)
+    assert set(expand_names(text) if text else ()) == set(names)
