@@ -18,9 +18,8 @@ from ganger.text import meant, parse_memory
 from ganger.text import parse_duration as parse_finite_duration
 from ganger.wire.endpoints import EndpointError, check_address, check_listen_address, is_loopback
 
-from ganger_master.core.partitions import LEAST_IDLE_S, Partition, partitions_of, unknown_teams
 from ganger_master.core.settings import DEFAULT_POLICY, quotas_of
-from ganger_master.core.teams import Team, teams_of
+from ganger_master.core.tenancy import LEAST_IDLE_S, Partition, Team, partitions_of, teams_of, unknown_teams
 from ganger_master.policies import live_policy_named
 
 PREFIX: Final = "GANGER_MASTER_"

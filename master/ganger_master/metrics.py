@@ -31,7 +31,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, OutcomeKind
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.node_model import Node, NodeState
-from ganger_master.core.teams import TeamIndex
+from ganger_master.core.tenancy import TeamIndex
 from ganger_master.core.usage import standings
 from ganger_master.core.usage_model import UserUsage
 from ganger_master.runtime.publication import Distribution, MasterCounters

@@ -15,9 +15,9 @@ from ganger_master.core.commands import Answer, ObservedGang, OpenSession, Resum
 from ganger_master.core.gang_model import Gang, GangPhase, ObservedPhase
 from ganger_master.core.idle_gpus import park_times
 from ganger_master.core.job_model import Capabilities, JobSpec, SuspendLevel
-from ganger_master.core.partitions import Partition
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_image import restored
+from ganger_master.core.tenancy import Partition
 from msgspec.structs import replace
 
 ANYWHERE = replace(ALL_LEVELS, offload_by="in place, by the GPU driver")

@@ -26,11 +26,10 @@ from ganger_master.core.commands import (
 from ganger_master.core.explain import explain
 from ganger_master.core.job_model import JobSpec, SuspendLevel, Update
 from ganger_master.core.job_rules import may_never_start, rules
-from ganger_master.core.partitions import NO_TERMS, TIER, Partition, PartitionIndex, PartitionTerms, partitions_of
 from ganger_master.core.plan_changes import Goal, MoveChange, Purpose, SingleChange, StartChange, SuspendChange
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_image import restored
-from ganger_master.core.teams import Team
+from ganger_master.core.tenancy import NO_TERMS, TIER, Partition, PartitionIndex, PartitionTerms, Team, partitions_of
 from msgspec.structs import replace
 
 TEAMS = {"vision": Team(("ann", "bob"))}

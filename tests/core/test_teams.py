@@ -12,7 +12,7 @@ from ganger_master.core.job_rules import rules
 from ganger_master.core.limits import Owner, by_user, limits_of
 from ganger_master.core.plan_changes import StartChange
 from ganger_master.core.settings import CoreSettings
-from ganger_master.core.teams import NO_TEAM, Team, TeamIndex, teams_of
+from ganger_master.core.tenancy import NO_TEAM, Team, TeamIndex, teams_of
 
 TEAMS = {"vision": Team(("ann", "bob"), 2.0, 4), "others": Team(("*",), 0.5)}
 

@@ -13,7 +13,7 @@ from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.plan_changes import StartChange
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_image import image_of, restored, state_of
-from ganger_master.core.teams import Team
+from ganger_master.core.tenancy import Team
 from ganger_master.core.usage import report, standing
 from ganger_master.core.usage_model import DAY_S, DAYS_KEPT, UserUsage, decayed_at, gpu_s_since, mean_gpus, used_until
 from hypothesis import given

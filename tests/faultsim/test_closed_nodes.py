@@ -21,8 +21,8 @@ from ganger_master.core.gang_model import GangPhase
 from ganger_master.core.job_model import Agent, JobSpec
 from ganger_master.core.job_rules import may_never_start
 from ganger_master.core.node_model import Reservation
-from ganger_master.core.partitions import Partition
 from ganger_master.core.settings import CoreSettings
+from ganger_master.core.tenancy import Partition
 from ganger_master.planner.context import ClusterChange, Plan, PlannerSettings, PlanVerdict, ProgressReports
 from ganger_master.planner.loop import PlannerLoop, live_loop
 from ganger_master.planner.plan_pace import PlanPace

@@ -11,8 +11,8 @@ from faultsim.test_sharing_storms import SERVER
 from ganger.cluster.resources import Role, TaskShape
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobSpec
-from ganger_master.core.partitions import Partition
 from ganger_master.core.settings import CoreSettings
+from ganger_master.core.tenancy import Partition
 
 _GIB = 1 << 30
 PARTITIONS = {

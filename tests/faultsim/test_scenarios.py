@@ -31,8 +31,8 @@ from ganger_master.core.gang_model import OutcomeKind
 from ganger_master.core.job_model import JobSpec, SuspendLevel
 from ganger_master.core.node_faults import faults_of
 from ganger_master.core.node_model import Reservation
-from ganger_master.core.partitions import Partition, partitions_of
 from ganger_master.core.settings import CoreSettings
+from ganger_master.core.tenancy import Partition, partitions_of
 from ganger_master.planner.context import PlannerSettings, context_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.plan import plan

@@ -14,7 +14,7 @@ import yaml
 from ganger.cluster.resources import ConfigurationSet
 from ganger_master import metrics
 from ganger_master.core.node_model import Node
-from ganger_master.core.teams import Team, TeamIndex
+from ganger_master.core.tenancy import Team, TeamIndex
 from ganger_master.runtime.publication import MasterCounters
 from prometheus_client import CollectorRegistry, ProcessCollector
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from core.drive import Drive, job_of
 from ganger_master import metrics
 from ganger_master.core.settings import CoreSettings
-from ganger_master.core.teams import Team
+from ganger_master.core.tenancy import Team
 from ganger_master.core.usage_model import UserUsage
 from ganger_master.runtime.publication import MasterCounters
 

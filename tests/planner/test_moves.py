@@ -14,8 +14,8 @@ from ganger_master.core.commands import CancelJob, DrainNode, ProposePlan, Suspe
 from ganger_master.core.explain import kept_for, making_room_for
 from ganger_master.core.gang_model import ObservedPhase
 from ganger_master.core.job_model import JobSpec, SuspendLevel
-from ganger_master.core.partitions import PartitionTerms
 from ganger_master.core.plan_changes import Goal, MoveChange, PlanChange, SuspendChange, TrialFinding
+from ganger_master.core.tenancy import PartitionTerms
 from ganger_master.estimators.slowdown import LocalityPoint
 from ganger_master.planner.context import ClusterChange, PlanDraft, context_of
 from ganger_master.planner.job_table import LiveTable

@@ -19,7 +19,7 @@ from ganger_master.core.job_model import Capabilities, JobRecord, JobSpec, Suspe
 from ganger_master.core.plan_changes import Goal, Purpose, StartChange, SuspendChange
 from ganger_master.core.reservations import can_leave
 from ganger_master.core.settings import CoreSettings
-from ganger_master.core.teams import Team
+from ganger_master.core.tenancy import Team
 from ganger_master.planner.context import PlanDraft, capacity_of, context_of
 from ganger_master.planner.gang_fitting import nodes_for
 from ganger_master.planner.job_table import LiveTable

@@ -19,9 +19,7 @@ from ganger.wire import times
 from ganger.wire.endpoints import Endpoint
 from ganger_master.core.commands import CHANGES_LIMIT, SubmitJob
 from ganger_master.core.job_model import JobSpec
-from ganger_master.core.named_tables import MOST_GPUS
-from ganger_master.core.partitions import Partition
-from ganger_master.core.teams import Team
+from ganger_master.core.tenancy import MOST_GPUS, Partition, Team
 from ganger_master.planner.context import ClusterChange, PlanContext
 from ganger_master.planner.loop import PlannerLoop
 from ganger_master.planner.order_stage import OrderStage

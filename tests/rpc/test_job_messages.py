@@ -27,7 +27,7 @@ from ganger_master.core.job_model import (
     RoleProgram,
     SuspendLevel,
 )
-from ganger_master.core.partitions import PartitionTerms
+from ganger_master.core.tenancy import PartitionTerms
 from ganger_master.rpc.job_messages import (
     capabilities_from_wire,
     capabilities_to_wire,

@@ -11,7 +11,7 @@ import pytest
 from ganger.v1 import array_pb2, job_pb2, job_service_pb2, node_pb2, scheduling_pb2
 from ganger.wire import times
 from ganger.wire.errors import from_rpc_error
-from ganger_master.core.partitions import Partition
+from ganger_master.core.tenancy import Partition
 from rpc.kit import Speaker, serving, spec_of
 
 PARTITIONS = {

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 from ganger_master.config import PREFIX, Config, ConfigError, load, parse_duration
-from ganger_master.core.partitions import Partition
-from ganger_master.core.teams import Team
+from ganger_master.core.tenancy import Partition, Team
 from ganger_master.policies import Colocate, Grow, Migrate, StartByRank, Tune, policy_named
 
 

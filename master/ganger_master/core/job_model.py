@@ -23,7 +23,7 @@ from msgspec import Struct, field
 from msgspec.structs import asdict, replace
 
 from ganger_master.core.array_model import MEMBERS_LIMIT, Membership
-from ganger_master.core.partitions import NO_TERMS, TIER, PartitionTerms
+from ganger_master.core.tenancy import NO_TERMS, TIER, PartitionTerms
 
 
 class SuspendLevel(IntEnum):

@@ -14,8 +14,7 @@ from typing import Final, NamedTuple
 from ganger.cluster.refusals import Reason, Refusal
 from ganger.text import counted
 
-from ganger_master.core.partitions import Partition
-from ganger_master.core.teams import ALL_OTHER_USERS, Team
+from ganger_master.core.tenancy import ALL_OTHER_USERS, Partition, Team
 
 # The user whose limit each user without one has, in quotas by user.
 ANY_USER: Final = ""

@@ -23,8 +23,8 @@ from msgspec.structs import replace
 from ganger_master.core import ending
 from ganger_master.core.answers import RefusedError
 from ganger_master.core.job_model import Agent, JobRecord, JobSpec
-from ganger_master.core.named_tables import NAME_LIMIT, is_plain_name
 from ganger_master.core.node_model import Reservation
+from ganger_master.core.tenancy import NAME_LIMIT, is_plain_name
 
 if TYPE_CHECKING:
     from ganger_master.core.commands import UpdateReservation

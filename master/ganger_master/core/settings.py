@@ -11,9 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from ganger_master.core.named_tables import MOST_GPUS
-from ganger_master.core.partitions import Partition
-from ganger_master.core.teams import Team
+from ganger_master.core.tenancy import MOST_GPUS, Partition, Team
 
 # Of a cluster and of a replay for which no policy is named.
 DEFAULT_POLICY: Final = "ganger"

@@ -16,7 +16,7 @@ from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.limits import Owner
 from ganger_master.core.state import State
-from ganger_master.core.teams import ALL_OTHER_USERS, NO_TEAM, TeamIndex
+from ganger_master.core.tenancy import ALL_OTHER_USERS, NO_TEAM, TeamIndex
 from ganger_master.core.usage_model import DAY_S, UserUsage, decayed_at, gpu_s_since, used_until, with_gpus
 
 _MILLION: Final = 1_000_000

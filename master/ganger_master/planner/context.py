@@ -28,7 +28,7 @@ from ganger_master.core.job_model import JobRecord
 from ganger_master.core.limits import NO_LIMITS, Limits
 from ganger_master.core.node_model import Reservation
 from ganger_master.core.plan_changes import CoresCurve, PlanChange, StartChange, TrialFinding, claims_in
-from ganger_master.core.teams import Team
+from ganger_master.core.tenancy import Team
 from ganger_master.core.usage_model import UserUsage
 from ganger_master.planner.device_groups import ALONE, Claims, CoLocatedJobs, Unit, shape_for_two
 from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY, Resizing

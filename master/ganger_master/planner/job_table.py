@@ -18,7 +18,7 @@ from ganger_master.core.ending import is_backing_off
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.job_model import JobRecord, JobSpec, SuspendLevel
 from ganger_master.core.limits import NO_LIMITS, Limits
-from ganger_master.core.teams import NO_TEAMS
+from ganger_master.core.tenancy import NO_TEAMS
 from ganger_master.planner.device_groups import DeviceGroups, returns_devices, shares_devices
 from ganger_master.policies.fairness import QuotaUse
 from ganger_master.policies.orders import Facts, Flags, Floats, Integers, JobOrder, RecentServices, ServiceHistory

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.limits import Charges, Limits, Owner
-from ganger_master.core.teams import NO_TEAMS, TeamIndex
+from ganger_master.core.tenancy import NO_TEAMS, TeamIndex
 from ganger_master.policies.orders import Capacity, Facts, Floats, Integers, JobOrder, sorted_by
 
 # Shares are rounded to this many decimals, so that rounding errors of sums decide no tie.

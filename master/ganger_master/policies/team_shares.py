@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from ganger_master.core.teams import Team, TeamIndex
+from ganger_master.core.tenancy import Team, TeamIndex
 from ganger_master.core.usage_model import UserUsage, decayed_at, mean_gpus
 from ganger_master.policies.fairness import filled, levels
 from ganger_master.policies.orders import Facts, Floats, Integers, JobOrder, sorted_by

@@ -25,7 +25,6 @@ from ganger_master.core.explain import RoomInProgress
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, Piece
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.limits import Limits, Owner
-from ganger_master.core.partitions import NO_TERMS, PRIORITY_LIMIT, PartitionTerms
 from ganger_master.core.plan_changes import (
     CURVE_POINTS,
     NO_PURPOSE,
@@ -43,7 +42,7 @@ from ganger_master.core.plan_changes import (
     SuspendChange,
     TrialFinding,
 )
-from ganger_master.core.teams import Team
+from ganger_master.core.tenancy import NO_TERMS, PRIORITY_LIMIT, PartitionTerms, Team
 from ganger_master.core.usage_model import UserUsage
 from ganger_master.rpc import job_messages
 from ganger_master.rpc.job_messages import plain

@@ -20,12 +20,11 @@ from ganger_master.core import answers
 from ganger_master.core.commands import Command, RequestGang
 from ganger_master.core.job_model import JobSpec
 from ganger_master.core.limits import ANY_USER, Owner, by_user, limits_of
-from ganger_master.core.partitions import NO_PARTITIONS, PartitionIndex
 from ganger_master.core.placement_leases import ASIDE
 from ganger_master.core.queue import GrantedLease as Lease
 from ganger_master.core.state import State
 from ganger_master.core.submission import violations_of
-from ganger_master.core.teams import ALL_OTHER_USERS, Team, TeamIndex
+from ganger_master.core.tenancy import ALL_OTHER_USERS, NO_PARTITIONS, PartitionIndex, Team, TeamIndex
 from ganger_master.simulator.traces.rows import RowFinding, RowFindingCounts, RowFindingKind
 from ganger_master.simulator.traces.servers import ServerGroup, Servers
 from ganger_master.simulator.traces.workload import Labels, Workload

@@ -369,7 +369,7 @@ def _check_policies(names: Sequence[str], is_ideal: bool, rates: str) -> None:
 
 def _check_flags(flags: Mapping[str, Any], policies: Sequence[str]) -> None:
     """Refuse flags that exclude each other, and a flag without effect beside the others."""
-    from ganger_master.core.partitions import unknown_teams
+    from ganger_master.core.tenancy import unknown_teams
     from ganger_master.policies import Grow, ResizeByOptimus, ShareByTimeSlices, SliceNewcomers, policy_named
 
     asked = [policy_named(name) for name in policies]

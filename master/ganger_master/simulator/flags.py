@@ -23,9 +23,8 @@ import click
 from ganger.console import Directory, Parsed, Within
 from ganger.text import os_failure, parse_duration
 
-from ganger_master.core.partitions import Partition, partitions_of
 from ganger_master.core.settings import quotas_of
-from ganger_master.core.teams import teams_of
+from ganger_master.core.tenancy import Partition, partitions_of, teams_of
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

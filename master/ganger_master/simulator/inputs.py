@@ -17,8 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from ganger.text import counted
 
-from ganger_master.core.partitions import Partition, PartitionIndex
-from ganger_master.core.teams import Team
+from ganger_master.core.tenancy import Partition, PartitionIndex, Team
 from ganger_master.policies.fairness import QUANTUM_S
 from ganger_master.simulator.admission import acceptable, strangers_among
 from ganger_master.simulator.traces.reader import Reading, RowFilter, read_stream, read_trace

@@ -11,7 +11,7 @@ from ganger.v1 import resources_pb2, scheduling_pb2
 from ganger.wire import resource_messages as convert
 from ganger.wire import resource_names as names
 from ganger.wire import times
-from ganger_master.core.teams import Team
+from ganger_master.core.tenancy import Team
 from ganger_master.planner.context import ClusterChange, Plan, PlanVerdict, ProgressReports
 from ganger_master.planner.loop import PlannerLoop
 from ganger_master.planner_process.run import ClusterMirror

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from ganger_master.core.partitions import Partition
+from ganger_master.core.tenancy import Partition
 from ganger_master.policies import NAMES
 from ganger_master.simulator.inputs import FREE, ReplayOptions
 from ganger_master.simulator.report.outcomes import Outcomes

@@ -23,7 +23,7 @@ from ganger.cluster.view import LoadMode, View
 from ganger.text import counted, meant, os_reason, parse_cores, parse_memory
 from msgspec.structs import replace
 
-from ganger_master.core.partitions import NO_PARTITIONS, PartitionIndex
+from ganger_master.core.tenancy import NO_PARTITIONS, PartitionIndex
 
 Value = TypeVar("Value")
 

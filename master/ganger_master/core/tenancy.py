@@ -1,4 +1,7 @@
-"""Partitions: named sets of nodes with the users, limits and priority of the jobs there, as operators write them.
+"""Tenancy: teams of users and partitions of nodes, as operators write them: `[teams.NAME]` and `[partitions.NAME]`.
+
+Both are a table of tables, or its TOML. All mistakes are reported at once, each with the name of its table, the value
+and what to write. `core.limits` decides what follows from the limits of both.
 
 Without partitions a job may be on every node. With them each job is in exactly one: that which it names, or the
 default. What follows for the job from the settings (`PartitionTerms`) is put into its record when it is submitted, and
@@ -7,16 +10,177 @@ renewed when a master starts with other settings.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterator, Mapping
+import tomllib
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from ganger.cluster.refusals import Reason, Refusal
 from ganger.text import counted, expand_names, format_duration, parse_duration
 from msgspec import Struct
 
-from ganger_master.core.named_tables import NamedTable, tables_of
+# More GPUs than any cluster has; counts of GPUs are 64-bit on the wire.
+MOST_GPUS: Final = 10**9
+# Most letters of a name that an operator gives.
+NAME_LIMIT: Final = 63
+_Made = TypeVar("_Made")
+
+
+def is_plain_name(text: str) -> bool:
+    """Return whether a text can name what an operator makes: letters, digits, '.', '_' and '-', at most 63."""
+    return 0 < len(text) <= NAME_LIMIT and all(sign.isalnum() or sign in "._-" for sign in text)
+
+
+class NamedTable:
+    """One table. Values that are wrong read as their default, and add a sentence to `wrong`."""
+
+    def __init__(self, name: str, values: Mapping[str, object], wrong: list[str]) -> None:
+        self.name, self._values, self._wrong = name, values, wrong
+
+    def get(self, key: str) -> object:
+        return self._values.get(key)
+
+    def refuse(self, sentence: str) -> None:
+        """Add a mistake: what follows the name of the table in a sentence."""
+        self._wrong.append(f"{self.name!r} {sentence}")
+
+    def number(self, key: str, least: float, most: float, default: Any, kinds: type | tuple[type, ...] = int) -> Any:
+        """Return a number of these types, from `least` to `most`."""
+        value = self._values.get(key)
+        # Tested positively, because NaN is neither more nor less.
+        if value is None or (not isinstance(value, bool) and isinstance(value, kinds) and least <= value <= most):  # type: ignore[operator]
+            return default if value is None else value
+        bounds = " to ".join([str(bound) if isinstance(bound, int) else f"{bound:g}" for bound in (least, most)])
+        self.refuse(f"has {key} = {value!r}: write a number from {bounds}")
+        return default
+
+    def gpus(self, key: str = "gpus") -> int | None:
+        """Return a limit on GPUs; None: any number."""
+        found: int | None = self.number(key, 0, MOST_GPUS, None)
+        return found
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._values.get(key, default)
+        if type(value) is bool:
+            return value
+        self.refuse(f"has {key} = {value!r}: write true or false")
+        return default
+
+    def names(self, key: str) -> tuple[str, ...]:
+        """Return a list of names, each once; empty if there is none."""
+        value = self._values.get(key, ())
+        if isinstance(value, list | tuple) and all(isinstance(one, str) and one for one in value):
+            return tuple(dict.fromkeys(value))
+        self.refuse(f'has {key} = {value!r}: write a list of names, ["ann", "bob"]')
+        return ()
+
+
+def tables_of(
+    value: object, noun: str, keys: tuple[str, ...], make: Callable[[NamedTable], _Made]
+) -> tuple[dict[str, _Made], list[str]]:
+    """Return what `make` makes of each table, by name, and all mistakes. noun: what one table describes ("team")."""
+    if isinstance(value, str):
+        try:
+            value = tomllib.loads(value)
+        except (ValueError, RecursionError) as error:
+            return {}, [str(error)]
+    if not isinstance(value, Mapping):
+        return {}, [f"{value!r} is no table of {noun}s"]
+    wrong: list[str] = []
+    found = {}
+    for name, values in value.items():
+        if not is_plain_name(name):
+            wrong.append(f"{name!r} is no name of a {noun}: use letters, digits, '.', '_' and '-'")
+        table = NamedTable(name, values if isinstance(values, Mapping) else {}, wrong)
+        if not isinstance(values, Mapping):
+            table.refuse(f"is no table with {keys[0]}")
+            continue
+        if unknown := sorted(values.keys() - set(keys)):
+            table.refuse(f"has {', '.join(map(repr, unknown))}: a {noun} has {', '.join(keys)}")
+        found[name] = make(table)
+    return found, wrong
+
+
+# -- teams -------------------------------------------------------------------------------------------------------------
+
+ALL_OTHER_USERS: Final = "*"
+
+
+@dataclass(frozen=True, slots=True)
+class Team:
+    """`users`: their names; "*": all users that no team names. `weight`: the team's share to that of a team of weight
+    1. `gpus`: most GPUs that its users hold at once; None: any number."""
+
+    users: tuple[str, ...] = ()
+    weight: float = 1.0
+    gpus: int | None = None
+
+
+# Users of no team are one team without a name.
+NO_TEAM: Final = ""
+_ANONYMOUS: Final = Team((ALL_OTHER_USERS,))
+
+
+class TeamIndex:
+    """The teams by name, and the team of each user. Without teams all users are in `NO_TEAM`."""
+
+    def __init__(self, teams: Mapping[str, Team]) -> None:
+        self._teams = dict(teams)
+        self._team_of = {user: name for name, team in teams.items() for user in team.users}
+        self._others = self._team_of.pop(ALL_OTHER_USERS, NO_TEAM)
+
+    def __bool__(self) -> bool:
+        return bool(self._teams)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._teams)
+
+    def __getitem__(self, name: str) -> Team:
+        return _ANONYMOUS if name == NO_TEAM else self._teams[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._teams
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TeamIndex) and self._teams == other._teams
+
+    __hash__ = None  # type: ignore[assignment]  # equal by a dictionary
+
+    def of(self, user: str) -> str:
+        """Return the name of a user's team."""
+        return self._team_of.get(user, self._others)
+
+
+NO_TEAMS: Final = TeamIndex({})
+
+
+def teams_of(value: object) -> dict[str, Team]:
+    """Return teams by name from a table, or from its TOML. Raises ValueError with all mistakes."""
+    found, wrong = tables_of(value, "team", ("users", "weight", "gpus"), _team_of)
+    named: dict[str, str] = {}
+    for name, team in found.items():
+        twice = [user for user in team.users if named.setdefault(user, name) != name]
+        wrong += [f"{user!r} is in {named[user]!r} and in {name!r}: a user has one team" for user in twice]
+    if wrong:
+        raise ValueError("teams: " + "; ".join(wrong))
+    return found
+
+
+# Shares that differ by more are as good as a limit of zero, and their quotients overflow.
+_LEAST_WEIGHT: Final = 1e-6
+_MOST_WEIGHT: Final = 1e6
+
+
+def _team_of(table: NamedTable) -> Team:
+    weight = float(table.number("weight", _LEAST_WEIGHT, _MOST_WEIGHT, 1.0, (int, float)))
+    users = table.names("users")
+    if not table.get("users"):
+        table.refuse('needs users, as in users = ["ann", "bob"]')
+    return Team(users, weight, table.gpus())
+
+
+# -- partitions --------------------------------------------------------------------------------------------------------
 
 # More than the priorities of two users' jobs can differ by: the priority of the partition decides first.
 TIER: Final = 2_001
