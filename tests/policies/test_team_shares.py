@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ganger_master.policies.fairness import TeamShares
 from ganger_master.policies.order_registry import LAS, ORDERS
 from ganger_master.policies.orders import Facts, ranked, with_aging
-from ganger_master.policies.team_shares import TeamShares
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.facts import capacity_of, facts_of, live_jobs

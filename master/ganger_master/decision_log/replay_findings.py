@@ -32,7 +32,7 @@ from ganger_master.planner.context import context_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import plan_by
 from ganger_master.policies import ResizeByOptimus, live_policy_named
-from ganger_master.policies.team_shares import TeamUse
+from ganger_master.policies.fairness import TeamUse
 
 
 class VerdictReason(Struct, frozen=True):

@@ -20,9 +20,8 @@ from ganger_master.core.job_model import JobRecord, JobSpec, SuspendLevel
 from ganger_master.core.limits import NO_LIMITS, Limits
 from ganger_master.core.tenancy import NO_TEAMS
 from ganger_master.planner.device_groups import DeviceGroups, returns_devices, shares_devices
-from ganger_master.policies.fairness import QuotaUse
+from ganger_master.policies.fairness import QuotaUse, TeamUse
 from ganger_master.policies.orders import Facts, Flags, Floats, Integers, JobOrder, RecentServices, ServiceHistory
-from ganger_master.policies.team_shares import TeamUse
 
 if TYPE_CHECKING:
     from ganger_master.estimators.run_time import ServiceMemory

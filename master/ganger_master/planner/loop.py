@@ -45,8 +45,8 @@ from ganger_master.policies import (
     StartByTetris,
     Tune,
 )
+from ganger_master.policies.fairness import TeamUse
 from ganger_master.policies.orders import JobOrder
-from ganger_master.policies.team_shares import TeamUse
 
 if TYPE_CHECKING:
     # Stages of few policies and their state are slow to import.
