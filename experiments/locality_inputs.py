@@ -33,7 +33,7 @@ from ganger.cluster.resources import Claim, GangShape, Locality, LocalityLevel, 
 from ganger.cluster.search import Claims, PlacementPreference, PlacementRequest, Single, on_one_node
 from ganger.cluster.topology import parse_topology
 from ganger.cluster.view import LoadMode, View
-from ganger_master.estimators.slowdown import LocalityPoint, fit_locality
+from ganger_master.estimators.speed import LocalityPoint, fit_locality
 from ganger_master.policies.placements import PLACEMENTS
 from ganger_master.simulator.report.figures import Interval, interval
 

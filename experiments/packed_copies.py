@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import count, islice
 
-from ganger_master.estimators.slowdown import UNKNOWN_DEVICE, forecast
+from ganger_master.estimators.speed import UNKNOWN_DEVICE, forecast
 from ganger_master.simulator.inputs import ReplayOptions
 from ganger_master.simulator.report.figures import interval
 from ganger_master.simulator.run import simulate

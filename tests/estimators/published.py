@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 from ganger_master.estimators.cores_and_memory import CpuPoint
-from ganger_master.estimators.slowdown import ColocationTrial, Pressure
-from ganger_master.estimators.speed import StepPoint
+from ganger_master.estimators.speed import ColocationTrial, Pressure, StepPoint
 
 from experiments.server_speed import ServerPoint
 

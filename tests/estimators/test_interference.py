@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 from estimators.published import GANDIVA, lucid_trials, rows
-from ganger_master.estimators.slowdown import (
+from ganger_master.estimators.speed import (
     UNKNOWN_DEVICE,
     ColocationTrial,
     Contention,

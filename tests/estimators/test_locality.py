@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from estimators.published import CHRONUS
 from ganger.cluster.resources import LocalityLevel
-from ganger_master.estimators.slowdown import (
+from ganger_master.estimators.speed import (
     UNKNOWN_JOB,
     LocalityLoss,
     LocalityModel,

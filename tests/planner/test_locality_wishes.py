@@ -10,7 +10,7 @@ from core.drive import GIB, job_of
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.resources import Locality, LocalityLevel
 from ganger_master.core.plan_changes import MoveChange, PlanChange, StartChange
-from ganger_master.estimators.slowdown import UNKNOWN_JOB, LocalityPoint
+from ganger_master.estimators.speed import UNKNOWN_JOB, LocalityPoint
 from ganger_master.planner.context import PlannerSettings, context_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migrate_stage import plan_moves

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from core.elastic_worlds import elastic
 from ganger_master.core.plan_changes import Goal
-from ganger_master.estimators.slowdown import UNKNOWN_DEVICE, ColocationTrial, Contention, Pressure, forecast, learn
+from ganger_master.estimators.speed import UNKNOWN_DEVICE, ColocationTrial, Contention, Pressure, forecast, learn
 from ganger_master.planner.colocations import Colocations
 from ganger_master.planner.context import PlanDraft
 from ganger_master.planner.memory import PlannerMemory, Unusable, noted, packed, recalled

@@ -16,7 +16,7 @@ from ganger_master.core.gang_model import ObservedPhase
 from ganger_master.core.job_model import JobSpec, SuspendLevel
 from ganger_master.core.plan_changes import Goal, MoveChange, PlanChange, SuspendChange, TrialFinding
 from ganger_master.core.tenancy import PartitionTerms
-from ganger_master.estimators.slowdown import LocalityPoint
+from ganger_master.estimators.speed import LocalityPoint
 from ganger_master.planner.context import ClusterChange, PlanDraft, context_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migrate_stage import moves_no_job, plan_moves

@@ -7,7 +7,7 @@ import dataclasses
 from core.drive import GIB, job_of
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.resources import Locality, LocalityLevel
-from ganger_master.estimators.slowdown import LocalityPoint
+from ganger_master.estimators.speed import LocalityPoint
 from ganger_master.planner.context import ClusterChange, PlanDraft, PlannerSettings, context_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migrate_stage import plan_moves

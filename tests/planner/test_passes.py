@@ -26,8 +26,8 @@ from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import plan_by
 from ganger_master.planner.plan_pace import NONE_EXCLUDED, NOTED_S, ExcludedJobs, RefusalBackoff
 from ganger_master.policies import policy_named
+from ganger_master.policies.fairness import TeamUse
 from ganger_master.policies.orders import WEEK_S
-from ganger_master.policies.team_shares import TeamUse
 from ganger_master.rpc.planner_messages import live_job_from_wire, live_job_to_wire
 from kit.clusters import cluster, gang, idle_row, server
 from msgspec.structs import replace

@@ -11,7 +11,7 @@ from ganger.cluster.fit import fit, gang_level
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel, NodeRow
 from ganger.cluster.view import LoadMode, View
 from ganger_master.core.plan_changes import Goal
-from ganger_master.estimators.slowdown import LocalityModel
+from ganger_master.estimators.speed import LocalityModel
 from ganger_master.policies.make_room import Displacement, Movable, Movables, in_order, room_for
 from ganger_master.policies.migration_choice import (
     FreeDeviceCounts,

@@ -11,7 +11,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 from estimators.published import GANDIVA, TRACES, needs
-from ganger_master.estimators.slowdown import UNKNOWN_DEVICE, Contention, Pressure, forecast, learn, shared_speeds
+from ganger_master.estimators.speed import UNKNOWN_DEVICE, Contention, Pressure, forecast, learn, shared_speeds
 from ganger_master.policies.fairness import Seat
 from ganger_master.policies.trials import (
     ALONE_WINDOWS,

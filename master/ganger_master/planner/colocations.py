@@ -30,7 +30,7 @@ from ganger_master.core.plan_changes import (
     SuspendChange,
     TrialFinding,
 )
-from ganger_master.estimators.slowdown import UNKNOWN_DEVICE, Contention, Pressure, learn
+from ganger_master.estimators.speed import UNKNOWN_DEVICE, Contention, Pressure, learn
 from ganger_master.planner.context import PlanContext
 from ganger_master.planner.device_groups import (
     Holder,

@@ -23,7 +23,7 @@ from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.gang_orders import same_place
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import Goal, TrialFinding
-from ganger_master.estimators.slowdown import (
+from ganger_master.estimators.speed import (
     UNKNOWN_JOB,
     LocalityLoss,
     LocalityModel,

@@ -22,7 +22,7 @@ from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.plan_changes import Goal, StartChange
 from ganger_master.estimators.fitting import NOT_FITTED
-from ganger_master.estimators.slowdown import LocalityModel
+from ganger_master.estimators.speed import LocalityModel
 from ganger_master.planner.context import PlanDraft
 from ganger_master.planner.device_groups import is_free, is_shared
 from ganger_master.planner.migration_outcomes import MigrationOutcomes

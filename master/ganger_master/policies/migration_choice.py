@@ -21,7 +21,7 @@ from ganger.cluster.view import View
 from msgspec.structs import replace
 
 from ganger_master.core.plan_changes import Goal
-from ganger_master.estimators.slowdown import LocalityModel
+from ganger_master.estimators.speed import LocalityModel
 from ganger_master.policies.make_room import Displacement, Movable, Movables, no_further, overlap, room_for
 from ganger_master.policies.placements import PlacementPreference
 from ganger_master.policies.trials import DOUBT, FIRST_WINDOWS, FailedTrials, Judged, TrialRates, judge, normalised

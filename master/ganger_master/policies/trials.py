@@ -22,7 +22,7 @@ from typing import Any, Final, Generic, TypeAlias, TypeVar
 import numpy as np
 from msgspec import Struct
 
-from ganger_master.estimators.slowdown import (
+from ganger_master.estimators.speed import (
     UNKNOWN_DEVICE,
     ColocationTrial,
     Contention,

@@ -12,7 +12,7 @@ A rate is a product of three factors:
 
 * cores and memory: the published matrix of the model (Synergy, OSDI 2022), at the gang's slowest piece. For a model
   without a matrix, more than the recorded amounts gains nothing and less costs in proportion;
-* locality: Chronus's table of five models, interpolated by `estimators.slowdown`; for other models, the curve of an
+* locality: Chronus's table of five models, interpolated by `estimators.speed`; for other models, the curve of an
   unknown job;
 * GPU type: Gavel's steps per second (OSDI 2020), of the model, or else the median over all models.
 
@@ -40,7 +40,7 @@ from ganger.cluster.resources import Claim, LocalityLevel
 from msgspec import structs
 
 from ganger_master.core.gang_model import Gang
-from ganger_master.estimators.slowdown import UNKNOWN_JOB, LocalityModel, LocalityPoint, Pressure, fit_locality
+from ganger_master.estimators.speed import UNKNOWN_JOB, LocalityModel, LocalityPoint, Pressure, fit_locality
 from ganger_master.policies.orders import Flags, Floats, Integers
 from ganger_master.simulator.traces.servers import ServerGroup, Servers
 from ganger_master.simulator.traces.workload import Workload, elasticflow_speeds, gavel_speeds, synergy_profiles

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import numpy as np
 from ganger.cluster.resources import Locality
-from ganger_master.estimators.slowdown import measured_loss
+from ganger_master.estimators.speed import measured_loss
 from ganger_master.planner import migration_outcomes
 from ganger_master.simulator import admission
 from ganger_master.simulator.inputs import ReplayOptions
