@@ -7,9 +7,9 @@ master are not lost.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from ganger.job_state import JobTimes, Totals
 from ganger.text import counted, format_duration
 
 
@@ -32,66 +32,10 @@ class HistorySection(NamedTuple):
     figures: Mapping[str, str]
 
 
-@dataclass(slots=True)
-class Totals:
-    """Sums over a history, in seconds unless named otherwise. `turns_s`: time while the job was time-sliced, its own
-    slices and those of other jobs. `lost_s`: run time of failed attempts since their last checkpoints."""
-
-    waited_s: float = 0.0
-    ran_s: float = 0.0
-    turns_s: float = 0.0
-    parked_s: float = 0.0
-    starting_s: float = 0.0
-    lost_s: float = 0.0
-    moves: int = 0
-    move_pauses_ms: float = 0.0
-    resizes: int = 0
-    resize_pauses_ms: float = 0.0
-    suspensions: int = 0
-    checkpoints: int = 0
-    failures: int = 0
-
-
-@dataclass(slots=True)
-class _JobTimes:
-    """State of a job after the events read so far. Times are Unix seconds, zero for states it is not in."""
-
-    totals: Totals = field(default_factory=Totals)
-    # "waited", "starting", "ran" or "parked", as in the totals; "" for none.
-    state: str = ""
-    since: float = 0.0
-    stopping_since: float = 0.0
-    moving_since: float = 0.0
-    # Start of the work that is on no checkpoint yet.
-    unsaved_since: float = 0.0
-    # Its state is kept in memory on a node.
-    is_resuming: bool = False
-    # Its share of time slices where it is, and where it moves to; "" where it is not time-sliced.
-    turns: str = ""
-    turns_there: str = ""
-
-    def enter(self, now: float, state: str = "") -> None:
-        """Add the time of the present state to the totals, and begin another one."""
-        if self.state:
-            name = "turns_s" if self.state == "ran" and self.turns else f"{self.state}_s"
-            setattr(self.totals, name, getattr(self.totals, name) + now - self.since)
-        self.state, self.since, self.stopping_since = state, now, 0.0
-
-    def lasted(self, now: float, state: str) -> float:
-        """Return the seconds for which it has been in this state; 0 if it is in another."""
-        return now - self.since if self.state == state else 0.0
-
-    def take_turns(self, now: float, share: str) -> None:
-        """Set the share of time slices from `now` on, "" for none. Run time counts as time-sliced or not by it."""
-        if self.state == "ran" and bool(share) != bool(self.turns):
-            self.enter(now, "ran")
-        self.turns = share
-
-
 def history_of(events: Iterable[HistoryEvent], now: float = 0.0) -> tuple[list[HistorySection], Totals]:
     """Return the history and the totals of a job or an array, from its events in order. Successive checkpoints are one
     sentence. `now`: end of the states that still last, in Unix seconds; 0 leaves them out of the totals."""
-    times = _JobTimes()
+    times = JobTimes()
     sections: list[HistorySection] = []
     for event in events:
         text = _sentence_of(times, event)
@@ -106,7 +50,7 @@ def history_of(events: Iterable[HistoryEvent], now: float = 0.0) -> tuple[list[H
 
 def sentence(event: HistoryEvent) -> str:
     """Return the sentence of one event alone; "" for events without one."""
-    return _sentence_of(_JobTimes(), event)
+    return _sentence_of(JobTimes(), event)
 
 
 def summary(totals: Totals) -> str:
@@ -137,21 +81,21 @@ def summary(totals: Totals) -> str:
     return "; ".join(parts)
 
 
-def _sentence_of(times: _JobTimes, event: HistoryEvent) -> str:
+def _sentence_of(times: JobTimes, event: HistoryEvent) -> str:
     return _SENTENCES.get(event.kind, _plainly)(times, event)
 
 
 # -- sentences ---------------------------------------------------------------------------------------------------------
 
 
-def _submitted(times: _JobTimes, event: HistoryEvent) -> str:
+def _submitted(times: JobTimes, event: HistoryEvent) -> str:
     times.enter(event.time, "waited")
     gpus, tasks = event.figures.get("gpus", "0"), event.figures.get("tasks", "1")
     size = counted(gpus, "GPU") + (f" in {tasks} tasks" if tasks not in ("1", gpus) else "")
     return f"submitted{_by(event)}: {size if gpus != '0' else counted(tasks, 'task') + ' without GPUs'}"
 
 
-def _approved(times: _JobTimes, event: HistoryEvent) -> str:
+def _approved(times: JobTimes, event: HistoryEvent) -> str:
     waited = float(event.figures.get("waited_s", "0") or 0)
     times.enter(event.time, "starting")
     if not times.is_resuming:
@@ -167,22 +111,22 @@ def _approved(times: _JobTimes, event: HistoryEvent) -> str:
     return ", ".join(parts) + _for(event)
 
 
-def _running(times: _JobTimes, event: HistoryEvent) -> str:
+def _running(times: JobTimes, event: HistoryEvent) -> str:
     took = times.lasted(event.time, "starting")
     times.enter(event.time, "ran")
     # It has stepped; or, where its steps are not visible, its processes are there.
     return f"runs, after {_duration(took)}" if took else "runs"
 
 
-def _suspend_ordered(times: _JobTimes, event: HistoryEvent) -> str:
+def _suspend_ordered(times: JobTimes, event: HistoryEvent) -> str:
     times.stopping_since = event.time
     return f"ordered to stop at {event.figures.get('level', '?').lower()}{_by(event)}{_for(event)}"
 
 
-def _parked(times: _JobTimes, event: HistoryEvent) -> str:
+def _parked(times: JobTimes, event: HistoryEvent) -> str:
     took = f", {_duration(event.time - times.stopping_since)} after the order" if times.stopping_since else ""
     times.enter(event.time, "parked")
-    times.turns = ""
+    times.slice_share = ""
     if times.moving_since:
         # It gives up devices that others wait for.
         return f"rests at {event.figures.get('level', '?').lower()} for its move, step {event.figures.get('step', '?')}"
@@ -192,31 +136,31 @@ def _parked(times: _JobTimes, event: HistoryEvent) -> str:
     return f"rests at {event.figures.get('level', '?').lower()}, step {event.figures.get('step', '?')}{took}"
 
 
-def _resume_ordered(times: _JobTimes, event: HistoryEvent) -> str:
+def _resume_ordered(times: JobTimes, event: HistoryEvent) -> str:
     rested = f" after {_duration(times.lasted(event.time, 'parked'))} at rest" if times.state == "parked" else ""
     times.enter(event.time, "starting")
     times.is_resuming = True
     return f"ordered to go on{_by(event)}{rested}{_for(event)}"
 
 
-def _move_begun(times: _JobTimes, event: HistoryEvent) -> str:
-    times.moving_since, times.turns_there = event.time, ""
+def _move_begun(times: JobTimes, event: HistoryEvent) -> str:
+    times.moving_since, times.next_slice_share = event.time, ""
     return f"moves to {event.figures.get('nodes', '?')}{_by(event)}{_for(event)}"
 
 
-def _move_committed(times: _JobTimes, event: HistoryEvent) -> str:
+def _move_committed(times: JobTimes, event: HistoryEvent) -> str:
     step = event.figures.get("step", "?")
     took = f", {_duration(event.time - times.moving_since)} after the order" if times.moving_since else ""
     # A time-sliced job may have run or rested meanwhile: only its nodes have that figure.
-    ran_on = "; it ran on until then" if times.state == "ran" and not times.turns else ""
+    ran_on = "; it ran on until then" if times.state == "ran" and not times.slice_share else ""
     # Its next step is reported as the first step of a start.
     times.enter(event.time, "starting")
     times.moving_since = 0.0
-    times.turns, times.turns_there = times.turns_there, ""
+    times.slice_share, times.next_slice_share = times.next_slice_share, ""
     return f"handed over at step {step}{took}{ran_on}"
 
 
-def _resize_begun(times: _JobTimes, event: HistoryEvent) -> str:
+def _resize_begun(times: JobTimes, event: HistoryEvent) -> str:
     times.moving_since = event.time
     figures = event.figures
     why = f": {event.message}" if event.message else ""
@@ -224,24 +168,24 @@ def _resize_begun(times: _JobTimes, event: HistoryEvent) -> str:
     return f"goes from {before} to {figures.get('becomes', '?')}{_by(event)}{_for(event)}{why}"
 
 
-def _given_up(times: _JobTimes, event: HistoryEvent) -> str:
-    times.moving_since, times.turns_there = 0.0, ""
+def _given_up(times: JobTimes, event: HistoryEvent) -> str:
+    times.moving_since, times.next_slice_share = 0.0, ""
     what = "change of size" if event.kind == "resize_aborted" else "move"
     return f"the {what} was called off, nothing is lost: {event.message}"
 
 
-def _judged(times: _JobTimes, event: HistoryEvent) -> str:
+def _judged(times: JobTimes, event: HistoryEvent) -> str:
     what = "was kept" if event.kind == "change_kept" else "was not seen to pay"
     found = gain(event.figures) or event.message
     return f"{aim(event.figures)} {what}{f': {found}' if found else ''}"
 
 
-def _suspend_refused(times: _JobTimes, event: HistoryEvent) -> str:
+def _suspend_refused(times: JobTimes, event: HistoryEvent) -> str:
     times.stopping_since = 0.0
     return f"could not rest at {event.figures.get('level', '?').lower()}, and loses nothing by it: {event.message}"
 
 
-def _gpus_idle(times: _JobTimes, event: HistoryEvent) -> str:
+def _gpus_idle(times: JobTimes, event: HistoryEvent) -> str:
     figures = event.figures
     text = f"has not used its {_gpus(event)} for {_duration(float(figures.get('idle_s', '0') or 0))}, and makes no step"
     if "parked_in_s" in figures:
@@ -249,7 +193,7 @@ def _gpus_idle(times: _JobTimes, event: HistoryEvent) -> str:
     return f"{text}; it is not suspended for that: {event.message}" if event.message else text
 
 
-def _gpus_used(times: _JobTimes, event: HistoryEvent) -> str:
+def _gpus_used(times: JobTimes, event: HistoryEvent) -> str:
     return f"uses its {_gpus(event)} again, after {_duration(float(event.figures.get('idle_s', '0') or 0))}"
 
 
@@ -257,12 +201,12 @@ def _gpus(event: HistoryEvent) -> str:
     return "GPU" if event.figures.get("gpus") == "1" else "GPUs"
 
 
-def _updated(times: _JobTimes, event: HistoryEvent) -> str:
+def _updated(times: JobTimes, event: HistoryEvent) -> str:
     members = event.figures.get("members", "")
     return f"updated{_by(event)}{f', {members} of its jobs' if members else ''}: {event.message}"
 
 
-def _cores(times: _JobTimes, event: HistoryEvent) -> str:
+def _cores(times: JobTimes, event: HistoryEvent) -> str:
     cores = float(event.figures.get("millicores", "0") or 0) / 1_000
     what = (
         f"pinned anew, to {counted(cores, 'core', 'g')}"
@@ -272,7 +216,7 @@ def _cores(times: _JobTimes, event: HistoryEvent) -> str:
     return f"{what}{_by(event)}{f': {event.message}' if event.message else ''}"
 
 
-def _takes_turns(times: _JobTimes, event: HistoryEvent) -> str:
+def _time_sliced(times: JobTimes, event: HistoryEvent) -> str:
     figures = event.figures
     rows, quantum = figures.get("rows", "?").split(), figures.get("quantum_seconds", "?")
     share = (
@@ -280,27 +224,27 @@ def _takes_turns(times: _JobTimes, event: HistoryEvent) -> str:
         f" in nodeSets/{figures.get('node_set', '?')}"
     )
     if times.moving_since:
-        times.turns_there = share
+        times.next_slice_share = share
         return f"will be time-sliced there with other jobs, {share}"
-    is_as_before = share == times.turns
-    times.take_turns(event.time, share)
+    is_as_before = share == times.slice_share
+    times.set_slice_share(event.time, share)
     if is_as_before:
         return f"other jobs joined or left its time-slice group; it keeps {share}"
     return f"time-sliced with other jobs on its GPUs, {share}{_by(event)}"
 
 
-def _turns_ended(times: _JobTimes, event: HistoryEvent) -> str:
-    times.take_turns(event.time, "")
+def _no_longer_time_sliced(times: JobTimes, event: HistoryEvent) -> str:
+    times.set_slice_share(event.time, "")
     return "has its GPUs to itself again, without time slices"
 
 
-def _checkpoint(times: _JobTimes, event: HistoryEvent) -> str:
+def _checkpoint(times: JobTimes, event: HistoryEvent) -> str:
     times.totals.checkpoints += 1
     times.unsaved_since = event.time
     return f"checkpoint {times.totals.checkpoints} complete, at step {event.figures.get('step', '?')}"
 
 
-def _attempt_failed(times: _JobTimes, event: HistoryEvent) -> str:
+def _attempt_failed(times: JobTimes, event: HistoryEvent) -> str:
     times.totals.failures += 1
     if times.unsaved_since:
         times.totals.lost_s += event.time - times.unsaved_since
@@ -308,20 +252,20 @@ def _attempt_failed(times: _JobTimes, event: HistoryEvent) -> str:
     return f"the attempt failed: {event.message or event.figures.get('outcome', '?')}"
 
 
-def _pending(times: _JobTimes, event: HistoryEvent) -> str:
+def _pending(times: JobTimes, event: HistoryEvent) -> str:
     times.enter(event.time, "waited")
-    times.turns, times.moving_since = "", 0.0
+    times.slice_share, times.moving_since = "", 0.0
     return f"waits again: {event.message}"
 
 
-def _ended(times: _JobTimes, event: HistoryEvent) -> str:
+def _ended(times: JobTimes, event: HistoryEvent) -> str:
     times.enter(event.time)
-    times.turns, times.moving_since = "", 0.0
+    times.slice_share, times.moving_since = "", 0.0
     word = event.kind.removeprefix("job_")
     return f"{word}{f': {event.message}' if event.message and event.message != word else ''}"
 
 
-def _array_submitted(times: _JobTimes, event: HistoryEvent) -> str:
+def _array_submitted(times: JobTimes, event: HistoryEvent) -> str:
     figures = event.figures
     limit = f", {figures['at_once']} at once" if figures.get("at_once") != figures.get("members") else ""
     rule = f", stop rule {figures['rule']}" if figures.get("rule", "none") != "none" else ""
@@ -329,7 +273,7 @@ def _array_submitted(times: _JobTimes, event: HistoryEvent) -> str:
     return f"submitted{_by(event)}: {jobs} of {gpus} each{limit}{rule}"
 
 
-def _member_ended(times: _JobTimes, event: HistoryEvent) -> str:
+def _member_ended(times: JobTimes, event: HistoryEvent) -> str:
     figures = dict(event.figures)
     member, state, ran = (figures.pop(name, "") for name in ("member", "state", "run_s"))
     figures.pop("job", None)
@@ -343,7 +287,7 @@ def _member_ended(times: _JobTimes, event: HistoryEvent) -> str:
     return "; ".join(part for part in parts if part)
 
 
-def _mode_changed(times: _JobTimes, event: HistoryEvent) -> str:
+def _mode_changed(times: JobTimes, event: HistoryEvent) -> str:
     if event.figures.get("of") == "0":
         return f"{event.message}: there is no GPU now"
     return (
@@ -351,12 +295,12 @@ def _mode_changed(times: _JobTimes, event: HistoryEvent) -> str:
     )
 
 
-def _plainly(times: _JobTimes, event: HistoryEvent) -> str:
+def _plainly(times: JobTimes, event: HistoryEvent) -> str:
     parts = [part for part in (event.message, _figures(event)) if part]
     return event.kind.replace("_", " ") + _by(event) + (f": {'; '.join(parts)}" if parts else "")
 
 
-_SENTENCES: dict[str, Callable[[_JobTimes, HistoryEvent], str]] = {
+_SENTENCES: dict[str, Callable[[JobTimes, HistoryEvent], str]] = {
     "job_submitted": _submitted,
     "gpus_idle": _gpus_idle,
     "gpus_used": _gpus_used,
@@ -386,8 +330,8 @@ _SENTENCES: dict[str, Callable[[_JobTimes, HistoryEvent], str]] = {
     "job_updated": _updated,
     "array_updated": _updated,
     "cores_changed": _cores,
-    "rows_changed": _takes_turns,
-    "turns_ended": _turns_ended,
+    "rows_changed": _time_sliced,
+    "turns_ended": _no_longer_time_sliced,
     "turn_refused": lambda _, event: f"waits for GPUs of its own: {event.message}",
     "checkpoint_complete": _checkpoint,
     "attempt_failed": _attempt_failed,
@@ -421,7 +365,7 @@ def _for(event: HistoryEvent) -> str:
     return f", {text}" if text else ""
 
 
-def _pause(times: _JobTimes, event: HistoryEvent) -> str:
+def _pause(times: JobTimes, event: HistoryEvent) -> str:
     pause = float(event.figures.get("pause_ms", "0") or 0)
     totals = times.totals
     if event.kind == "resize_done":

@@ -1,7 +1,8 @@
-"""The states of a job, as the master keeps them and as users see them."""
+"""The states of a job, as the master keeps them and as users see them, and the time that a job is in each."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -25,3 +26,59 @@ class JobState(StrEnum):
 
 
 _FINISHED = (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.STOPPED)
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over a history, in seconds unless named otherwise. `turns_s`: time while the job was time-sliced, its own
+    slices and those of other jobs. `lost_s`: run time of failed attempts since their last checkpoints."""
+
+    waited_s: float = 0.0
+    ran_s: float = 0.0
+    turns_s: float = 0.0
+    parked_s: float = 0.0
+    starting_s: float = 0.0
+    lost_s: float = 0.0
+    moves: int = 0
+    move_pauses_ms: float = 0.0
+    resizes: int = 0
+    resize_pauses_ms: float = 0.0
+    suspensions: int = 0
+    checkpoints: int = 0
+    failures: int = 0
+
+
+@dataclass(slots=True)
+class JobTimes:
+    """State of a job after the events of its history so far. Times are Unix seconds, zero for states it is not in."""
+
+    totals: Totals = field(default_factory=Totals)
+    # "waited", "starting", "ran" or "parked", as in the totals; "" for none.
+    state: str = ""
+    since: float = 0.0
+    stopping_since: float = 0.0
+    moving_since: float = 0.0
+    # Start of the work that is on no checkpoint yet.
+    unsaved_since: float = 0.0
+    # Its state is kept in memory on a node.
+    is_resuming: bool = False
+    # Its share of time slices where it is, and where it moves to; "" where it is not time-sliced.
+    slice_share: str = ""
+    next_slice_share: str = ""
+
+    def enter(self, now: float, state: str = "") -> None:
+        """Add the time of the present state to the totals, and begin another one."""
+        if self.state:
+            name = "turns_s" if self.state == "ran" and self.slice_share else f"{self.state}_s"
+            setattr(self.totals, name, getattr(self.totals, name) + now - self.since)
+        self.state, self.since, self.stopping_since = state, now, 0.0
+
+    def lasted(self, now: float, state: str) -> float:
+        """Return the seconds for which it has been in this state; 0 if it is in another."""
+        return now - self.since if self.state == state else 0.0
+
+    def set_slice_share(self, now: float, share: str) -> None:
+        """Set the share of time slices from `now` on, "" for none. Run time counts as time-sliced or not by it."""
+        if self.state == "ran" and bool(share) != bool(self.slice_share):
+            self.enter(now, "ran")
+        self.slice_share = share

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from ganger.history import HistoryEvent, Totals, history_of, purpose, sentence, summary
+from ganger.history import HistoryEvent, history_of, purpose, sentence, summary
+from ganger.job_state import Totals
 from ganger.v1.scheduling_pb2 import Purpose
 
 

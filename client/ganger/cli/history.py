@@ -17,7 +17,8 @@ from ganger.console import plain, print_json, print_json_line, print_line
 
 if TYPE_CHECKING:
     from ganger.client import Client
-    from ganger.history import HistoryEvent, HistorySection, Totals
+    from ganger.history import HistoryEvent, HistorySection
+    from ganger.job_state import Totals
     from ganger.v1.job_pb2 import Event
 
 follow_option = click.option("--follow", "-f", is_flag=True, help="Print what happens from now on, too.")
