@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import pytest
 import sqlalchemy
 from ganger_master.core.leader_lease import LeaderLease, LeaseCandidate
-from ganger_master.store import sql
+from ganger_master.store import schema
 from ganger_master.store.lease_row import end_commits, read_lease, renew_lease, take_lease
 from ganger_master.store.sql import SqlStore
 from ganger_master.store.tables import Problem, StoreBatch, StoreError
@@ -218,7 +218,7 @@ def test_a_stand_by_that_may_not_end_a_commit_of_the_former_leader_names_the_rem
 
 def test_a_master_stands_by_while_another_one_takes_the_first_lease(make: Make) -> None:
     first, second = make(), make()
-    sql.upgrade(first._engine)
+    schema.upgrade(first._engine)
     with first._engine.begin() as connection:
         assert take_lease(connection, candidate("m1")) == 1
         found = second.open(candidate("m2"))

@@ -7,10 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from ganger_master.store import sql
+from ganger_master.store import schema
 from ganger_master.store.sql import SqlStore, explained
 from ganger_master.store.tables import HistoryEntry, Problem, StoreBatch, StoreError, metadata
 from msgspec.structs import astuple
@@ -24,12 +23,12 @@ def url_of(path: Path) -> str:
 
 def migrate_to(engine: Engine, revision: str) -> None:
     with engine.begin() as connection:
-        command.upgrade(sql._config(connection), revision)
+        schema.migrate(connection, revision)
 
 
 def test_schema_equals_the_sum_of_all_migrations(tmp_path: Path) -> None:
     engine = create_engine(url_of(tmp_path / "ganger.db"))
-    sql.upgrade(engine)
+    schema.upgrade(engine)
     with engine.connect() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
         assert compare_metadata(context, metadata) == []
@@ -40,8 +39,8 @@ def test_schema_equals_the_sum_of_all_migrations(tmp_path: Path) -> None:
 def test_each_earlier_schema_is_brought_up_to_date_once(tmp_path: Path, first: str) -> None:
     engine = create_engine(url_of(tmp_path / "ganger.db"))
     migrate_to(engine, first)
-    sql.upgrade(engine)
-    sql.upgrade(engine)
+    schema.upgrade(engine)
+    schema.upgrade(engine)
     with engine.connect() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
         assert compare_metadata(context, metadata) == []

@@ -1,8 +1,7 @@
 """Report functions of more than 60 lines: `PYTHONPATH=tools python -m guards.function_length`.
 
 Counted are the lines of a function or method of the three packages, from `def` to its last one, with those of functions
-inside. Exit code 1 for a long function that `KNOWN_LONG` does not name, and for one that it names although it is short
-or gone.
+inside. Exit code 1 for a long function.
 """
 
 from __future__ import annotations
@@ -15,13 +14,6 @@ from typing import NamedTuple
 from guards.source_files import PACKAGES, REPOSITORY, tracked_files
 
 MOST_LINES = 60
-# Delete a line with the function that is split; add none.
-KNOWN_LONG: frozenset[tuple[str, str]] = frozenset(
-    {
-        # The tables of the first schema, which is never edited again.
-        ("master/ganger_master/store/migrations/versions/v0001_initial.py", "upgrade"),
-    }
-)
 
 
 class LongFunction(NamedTuple):
@@ -41,15 +33,11 @@ def long_functions(file: str, source: str, most: int = MOST_LINES) -> Iterator[L
 
 
 def main(found: Iterable[LongFunction]) -> int:
-    found = list(found)
-    faults = [one for one in found if (one.file, one.name) not in KNOWN_LONG]
-    stale = sorted(KNOWN_LONG - {(one.file, one.name) for one in found})
+    faults = list(found)
     for one in faults:
         print(f"{one.file}:{one.line}: {one.name} has {one.lines} lines, at most {MOST_LINES} are allowed: split it")
-    for file, name in stale:
-        print(f"KNOWN_LONG: {file} has no long function {name} any more: delete the entry")
-    print(f"functions over {MOST_LINES} lines: {len(faults)}, exceptions: {len(KNOWN_LONG)}")
-    return int(bool(faults or stale))
+    print(f"functions over {MOST_LINES} lines: {len(faults)}")
+    return int(bool(faults))
 
 
 if __name__ == "__main__":

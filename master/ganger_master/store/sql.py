@@ -20,10 +20,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from alembic import command
-from alembic.config import Config
-from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
 from ganger.text import os_reason
 from msgspec.structs import astuple
 from sqlalchemy import Connection, Dialect, Engine, create_engine, delete, event, func, insert, select, update
@@ -42,6 +38,7 @@ from ganger_master.store.lease_row import (
     renew_lease,
     take_lease,
 )
+from ganger_master.store.schema import LEASE_SCHEMA, schema_of, upgrade
 from ganger_master.store.tables import (
     COLUMNS,
     STATE,
@@ -55,47 +52,12 @@ from ganger_master.store.tables import (
     writer,
 )
 
-_MIGRATIONS = Path(__file__).with_name("migrations")
-
-
-# Of PostgreSQL's advisory lock that one of several masters holds while it changes the schema.
-_SCHEMA_LOCK: Final = 0x67616E676572
-# The first schema with leases: a master of an older one knows of no stand-by.
-_LEASE_SCHEMA: Final = "0007"
-
-
-def upgrade(engine: Engine) -> None:
-    """Update the schema, if need be, in one transaction where the database can. Raises StoreError."""
-    with engine.begin() as connection:
-        if engine.dialect.name == "postgresql":
-            connection.execute(select(func.pg_advisory_xact_lock(_SCHEMA_LOCK)))
-        if schema_of(connection) != ScriptDirectory.from_config(_config(None)).get_current_head():
-            command.upgrade(_config(connection), "head")
-
-
-def schema_of(connection: Connection) -> str | None:
-    """Return the version of a database's schema; None without any. Raises StoreError if a newer ganger made it."""
-    known = {script.revision for script in ScriptDirectory.from_config(_config(None)).walk_revisions()}
-    current = MigrationContext.configure(connection).get_current_revision()
-    if current is not None and current not in known:
-        newest = sorted(known)[-1]
-        raise StoreError(Problem.NEWER, f"the database has schema {current}, this ganger supports {newest}")
-    return current
-
 
 def check_whole(connection: Connection) -> None:
     """Read all pages of a SQLite database. Raises StoreError with the first one that is damaged."""
     finding = str(connection.exec_driver_sql("PRAGMA quick_check(1)").scalar())
     if finding != "ok":
         raise StoreError(Problem.DAMAGED, f"the database is damaged: {finding.splitlines()[-1]}")
-
-
-def _config(connection: Connection | None) -> Config:
-    config = Config()
-    config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
-    config.set_main_option("path_separator", "newline")
-    config.attributes["connection"] = connection
-    return config
 
 
 # Statements that SQLite's driver keeps: one for each table and number of rows it has seen.
@@ -181,7 +143,7 @@ class SqlStore:
         with self._engine.connect() as connection:
             # Raises for a newer schema. The schema of a running leader that is older stays until the lease is taken.
             schema = schema_of(connection)
-        if schema is None or schema < _LEASE_SCHEMA:
+        if schema is None or schema < LEASE_SCHEMA:
             upgrade(self._engine)
         taken = self._take_lease(candidate)
         if isinstance(taken, LeaderLease):

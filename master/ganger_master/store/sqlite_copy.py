@@ -13,7 +13,8 @@ from ganger.text import counted
 from msgspec import Struct
 from sqlalchemy import create_engine, func, select
 
-from ganger_master.store.sql import check_whole, explained, schema_of, url_of
+from ganger_master.store.schema import schema_of
+from ganger_master.store.sql import check_whole, explained, url_of
 from ganger_master.store.tables import STATE, Problem, StoreError, events
 
 _MAGIC: Final = b"SQLite format 3\0"
