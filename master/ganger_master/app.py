@@ -30,9 +30,9 @@ from ganger.wire.revocation import Revocations
 from ganger.wire.tls import Renewed, check_directory, server_context, tell_end
 
 from ganger_master.config import Config
+from ganger_master.core.accounting import by_user
 from ganger_master.core.commands import NoteEnds, OpenStore
 from ganger_master.core.leader_lease import LeaderLease, LeaseCandidate, read_again_s
-from ganger_master.core.limits import by_user
 from ganger_master.core.settings import CoreSettings, needs_planner
 from ganger_master.decision_log import recorder
 from ganger_master.policies import live_policy_named

@@ -28,12 +28,12 @@ from ganger.wire.tls import Renewed
 from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 
+from ganger_master.core.accounting import UserUsage
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, OutcomeKind
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.node_model import Node, NodeState
 from ganger_master.core.tenancy import TeamIndex
 from ganger_master.core.usage import standings
-from ganger_master.core.usage_model import UserUsage
 from ganger_master.runtime.publication import Distribution, MasterCounters
 from ganger_master.runtime.writer import Writer
 

@@ -9,6 +9,7 @@ from ganger.cluster.placement import candidates
 from ganger.cluster.resources import Claim, Role, TaskShape
 from ganger.cluster.topology import parse_topology
 from ganger_master.core import machine
+from ganger_master.core.accounting import limits_of
 from ganger_master.core.answers import Answer, Approved, JobAnswer, SessionAnswer
 from ganger_master.core.commands import (
     Command,
@@ -22,7 +23,6 @@ from ganger_master.core.commands import (
 from ganger_master.core.events import HistoryRow
 from ganger_master.core.gang_model import Gang, ObservedPhase
 from ganger_master.core.job_model import Capabilities, JobRecord, JobSpec
-from ganger_master.core.limits import limits_of
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 

@@ -11,12 +11,12 @@ from faultsim.engine import Engine
 from faultsim.fault_cluster import FaultCluster
 from ganger.cluster.refusals import Reason
 from ganger.job_state import JobState
+from ganger_master.core.accounting import Charges, Owner
 from ganger_master.core.answers import Refused
 from ganger_master.core.commands import ProposePlan, SubmitArray, SubmitJob, SuspendJob
 from ganger_master.core.explain import explain, reported_blockers
 from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.job_rules import rules
-from ganger_master.core.limits import Charges, Owner
 from ganger_master.core.plan_changes import StartChange
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State

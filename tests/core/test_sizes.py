@@ -9,12 +9,12 @@ from ganger.cluster.placement import candidates
 from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Claim, Role, TaskShape
 from ganger.job_state import JobState
+from ganger_master.core.accounting import Owner
 from ganger_master.core.answers import JobAnswer, PlanAnswer, Refused
 from ganger_master.core.commands import ObservedGang, ProposePlan, ResizeJob, ResumeJob, SubmitJob, SuspendJob
 from ganger_master.core.explain import explain
 from ganger_master.core.gang_model import ObservedPhase, Outcome, OutcomeKind
 from ganger_master.core.job_model import Capabilities, Checkpoint, JobSpec, SuspendLevel
-from ganger_master.core.limits import Owner
 from ganger_master.core.plan_changes import StartChange, SuspendChange
 from ganger_master.core.settings import CoreSettings
 from hypothesis import given

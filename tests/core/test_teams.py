@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from core.drive import Drive, job_of
 from ganger.cluster.refusals import Reason
+from ganger_master.core.accounting import Owner, by_user, limits_of
 from ganger_master.core.answers import Refused
 from ganger_master.core.commands import ProposePlan, SubmitJob
 from ganger_master.core.explain import explain
 from ganger_master.core.job_rules import rules
-from ganger_master.core.limits import Owner, by_user, limits_of
 from ganger_master.core.plan_changes import StartChange
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.tenancy import NO_TEAM, Team, TeamIndex, teams_of

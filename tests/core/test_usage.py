@@ -7,6 +7,7 @@ import math
 import pytest
 from core.drive import ALL_LEVELS, Drive, job_of
 from core.test_colocation import Packing
+from ganger_master.core.accounting import DAY_S, DAYS_KEPT, UserUsage, decayed_at, gpu_s_since, mean_gpus, used_until
 from ganger_master.core.commands import CancelJob, ProposePlan, ResumeJob, SuspendJob, Tick
 from ganger_master.core.gang_model import ObservedPhase
 from ganger_master.core.job_model import SuspendLevel
@@ -15,7 +16,6 @@ from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_image import image_of, restored, state_of
 from ganger_master.core.tenancy import Team
 from ganger_master.core.usage import report, standing
-from ganger_master.core.usage_model import DAY_S, DAYS_KEPT, UserUsage, decayed_at, gpu_s_since, mean_gpus, used_until
 from hypothesis import given
 from hypothesis import strategies as some
 from msgspec.structs import replace

@@ -12,10 +12,10 @@ from decision_log.kit import busy, busy_for, recorded, rerun_of, stormy
 from ganger.cli.main import run
 from ganger.cluster.resources import Role, TaskShape
 from ganger_master.core import machine
+from ganger_master.core.accounting import Owner
 from ganger_master.core.answers import Approved, Rejected
 from ganger_master.core.commands import Command, Line, ProposePlan, RequestGang, SubmitJob
 from ganger_master.core.job_model import JobSpec
-from ganger_master.core.limits import Owner
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 from ganger_master.core.state_image import image_of

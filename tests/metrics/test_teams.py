@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from core.drive import Drive, job_of
 from ganger_master import metrics
+from ganger_master.core.accounting import UserUsage
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.tenancy import Team
-from ganger_master.core.usage_model import UserUsage
 from ganger_master.runtime.publication import MasterCounters
 
 TEAMS = {"vision": Team(("ann", "eve"), 3.0, 8), "text": Team(("bob",))}

@@ -9,11 +9,11 @@ from core.drive import job_of
 from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Claim, LocalityLevel, Role, TaskShape
 from ganger.job_state import JobState
+from ganger_master.core.accounting import limits_of
 from ganger_master.core.commands import CancelJob
 from ganger_master.core.explain import explain, reported_blockers
 from ganger_master.core.gang_model import Gang, GangPhase, GangRole, Piece
 from ganger_master.core.job_model import JobRecord, JobSpec
-from ganger_master.core.limits import limits_of
 from ganger_master.core.tenancy import Team, TeamIndex
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.policies.fairness import QuotaUse

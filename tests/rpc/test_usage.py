@@ -8,8 +8,8 @@ from pathlib import Path
 from ganger.agent.v1 import agent_pb2
 from ganger.v1 import scheduling_pb2, usage_pb2
 from ganger.wire import times
+from ganger_master.core.accounting import DAY_S
 from ganger_master.core.tenancy import Team
-from ganger_master.core.usage_model import DAY_S
 from rpc.kit import Served, Speaker, serving, spec_of
 from rpc.test_agent_and_scheduling_service import approved, claim
 

@@ -16,13 +16,13 @@ from ganger.cluster.resources import STORED_NAMES, Claim, ConfigurationSet, Loca
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ganger_master.core.accounting import UserUsage
 from ganger_master.core.answers import Answer
 from ganger_master.core.commands import NO_MARKS, ClaimTurns, KeepPlace, Line, Marks, Observe, OpenSession, RecordedEnd
 from ganger_master.core.gang_model import Gang, TimesliceGroup
 from ganger_master.core.job_model import JobRecord, JobSpec, Request, SuspendLevel, Update
 from ganger_master.core.node_model import Counters, Element, Node, Reservation
 from ganger_master.core.plan_changes import NO_PURPOSE, CoresCurve, Purpose, TrialFinding
-from ganger_master.core.usage_model import UserUsage
 
 
 class Event(Struct, frozen=True, gc=False):

@@ -17,7 +17,7 @@ from ganger.text import counted
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ganger_master.core import approval, availability, ending, limits, reservations, usage
+from ganger_master.core import accounting, approval, availability, ending, reservations, usage
 from ganger_master.core.approval import order
 from ganger_master.core.array_model import Membership
 from ganger_master.core.colocation import holders_on
@@ -127,7 +127,7 @@ class Explanation(Struct, frozen=True, gc=False):
     start_before_s: float = 0.0
     assumption: str = ""
     is_ranked: bool = False
-    share: tuple[limits.Owner, int] | None = None
+    share: tuple[accounting.Owner, int] | None = None
 
 
 def explain(state: State, number: int, now: float, *, has_planner: bool = True) -> Explanation:
@@ -165,7 +165,7 @@ def _explain(state: State, job: JobRecord, now: float, has_planner: bool) -> Exp
             "never in this partition: name another one (`ganger update -p`), or have an operator change its settings"
         )
         return Explanation((refusal,), assumption=never)
-    if limits.beyond(state.limits, state.owners(job), job.gpus) is not None:
+    if accounting.beyond(state.limits, state.owners(job), job.gpus) is not None:
         never = "never under this quota: ask for fewer GPUs, or have an operator raise the quota"
         return Explanation(rules(state, job), assumption=never)
     blockers = blockers_of(state, job, now)

@@ -18,9 +18,9 @@ from ganger.protocol.gang_orders import Mechanism
 from ganger.text import counted
 from msgspec.structs import replace
 
-from ganger_master.core import ending, limits, reservations
+from ganger_master.core import accounting, ending, reservations
+from ganger_master.core.accounting import Owner
 from ganger_master.core.job_model import JobRecord
-from ganger_master.core.limits import Owner
 from ganger_master.core.node_model import Node
 from ganger_master.core.state import State
 
@@ -81,10 +81,10 @@ def _refusal_by_limits(
     if full is None:
         return None
     owner, limit = full
-    if (never := limits.beyond(state.limits, [owner], gpus)) is not None:
+    if (never := accounting.beyond(state.limits, [owner], gpus)) is not None:
         return never[1]
     held = state.jobs.charges.beside(job.number, owner) + taken.get(owner, 0)
-    return limits.full(owner, gpus, held, limit, _holders(state, job, owner))
+    return accounting.full(owner, gpus, held, limit, _holders(state, job, owner))
 
 
 def refusal_by_partition(state: State, job: JobRecord, gpus: int) -> Refusal | None:

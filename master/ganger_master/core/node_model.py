@@ -9,9 +9,9 @@ from typing import TypeAlias
 from ganger.cluster.resources import ConfigurationSet
 from msgspec import Struct, field
 
+from ganger_master.core.accounting import UserUsage
 from ganger_master.core.gang_model import Gang, ObservedPhase, Outcome, StoredOrder, TimesliceGroup
 from ganger_master.core.job_model import JobRecord, Request, SuspendLevel
-from ganger_master.core.usage_model import UserUsage
 
 
 class NodeState(StrEnum):

@@ -17,19 +17,18 @@ from ganger.protocol.stop_rules import longest_hold_s
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ganger_master.core.accounting import Owner, UserUsage, limits_of
 from ganger_master.core.commands import Observe, ObservedSlices, RecordedEnd
 from ganger_master.core.desired_projection import DesiredProjection
 from ganger_master.core.events import Dirty, HistoryRow, StoredChanges, Unstored, cut
 from ganger_master.core.gang_model import Gang, GangIntent, StoredOrder, TimesliceGroup, uses_otherwise
 from ganger_master.core.job_model import JobRecord, Request
-from ganger_master.core.limits import Owner, limits_of
 from ganger_master.core.node_model import Counters, Node, Reservation
 from ganger_master.core.plan_changes import CoresCurve
 from ganger_master.core.queue import Blocked, JobQueue, LeaseTable, Place
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_indexes import GangIndex, JobIndex, NodeIndex, UsageIndex, is_other_row, list_if, row_of
 from ganger_master.core.tenancy import PartitionIndex, TeamIndex
-from ganger_master.core.usage_model import UserUsage
 from ganger_master.policies import policy_named
 
 

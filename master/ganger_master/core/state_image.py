@@ -18,6 +18,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ganger_master.core import usage
+from ganger_master.core.accounting import UserUsage
 from ganger_master.core.commands import Observe, ObservedGang, ObservedSlices, RecordedEnd
 from ganger_master.core.desired_projection import GangMember, Party, Projected
 from ganger_master.core.events import Dirty
@@ -29,7 +30,6 @@ from ganger_master.core.plan_changes import CoresCurve
 from ganger_master.core.queue import Blocked, GrantedLease, KeptPlaces
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
-from ganger_master.core.usage_model import UserUsage
 
 
 class SentMembers(Struct, frozen=True, gc=False):

@@ -14,12 +14,11 @@ from ganger.cluster.topology import Topology, bits
 from ganger.job_state import JobState
 from msgspec.structs import replace
 
+from ganger_master.core.accounting import Charges, UserUsage
 from ganger_master.core.commands import ObservedGang, ObservedSlices
 from ganger_master.core.gang_model import Gang, TimesliceGroup
 from ganger_master.core.job_model import JobRecord, JobSpec, Request, bytes_of
-from ganger_master.core.limits import Charges
 from ganger_master.core.node_model import Node
-from ganger_master.core.usage_model import UserUsage
 
 # Bytes of a job beside its command, environment and parameters.
 _JOB_BYTES: Final = 1_024

@@ -9,9 +9,9 @@ from ganger.cluster.placement import impossible
 from ganger.cluster.resources import DIMENSIONS
 from ganger.protocol.gang_orders import Mechanism
 
+from ganger_master.core.accounting import beyond
 from ganger_master.core.answers import RefusedError
 from ganger_master.core.job_model import JobRecord, JobSpec, bytes_of
-from ganger_master.core.limits import beyond
 from ganger_master.core.state import State
 from ganger_master.core.state_indexes import bytes_of_all
 

@@ -1,7 +1,7 @@
 """Tenancy: teams of users and partitions of nodes, as operators write them: `[teams.NAME]` and `[partitions.NAME]`.
 
 Both are a table of tables, or its TOML. All mistakes are reported at once, each with the name of its table, the value
-and what to write. `core.limits` decides what follows from the limits of both.
+and what to write. `core.accounting` decides what follows from the limits of both.
 
 Without partitions a job may be on every node. With them each job is in exactly one: that which it names, or the
 default. What follows for the job from the settings (`PartitionTerms`) is put into its record when it is submitted, and

@@ -20,11 +20,11 @@ from ganger.protocol.slice_rotation import SWITCHES_PER_QUANTUM
 from msgspec.structs import replace
 
 from ganger_master.core import approval, events, timeslice_groups
+from ganger_master.core.accounting import Owner
 from ganger_master.core.elastic import shape_for
 from ganger_master.core.gang_model import TimesliceGroup
 from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.job_rules import node_rules, rules
-from ganger_master.core.limits import Owner
 from ganger_master.core.plan_changes import PlanChange, SliceChange
 from ganger_master.core.state import State
 from ganger_master.core.timeslice_groups import (

@@ -12,12 +12,11 @@ from ganger.cluster.topology import bits
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ganger_master.core.accounting import DAY_S, Owner, UserUsage, decayed_at, gpu_s_since, used_until, with_gpus
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
-from ganger_master.core.limits import Owner
 from ganger_master.core.state import State
 from ganger_master.core.tenancy import ALL_OTHER_USERS, NO_TEAM, TeamIndex
-from ganger_master.core.usage_model import DAY_S, UserUsage, decayed_at, gpu_s_since, used_until, with_gpus
 
 _MILLION: Final = 1_000_000
 

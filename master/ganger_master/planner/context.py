@@ -21,15 +21,14 @@ from ganger.cluster.view import View
 from msgspec import Struct
 from msgspec.structs import replace as replace_of
 
+from ganger_master.core.accounting import NO_LIMITS, Limits, UserUsage
 from ganger_master.core.answers import ChangeAnswer
 from ganger_master.core.commands import LINE_LIMIT, KeepPlace
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
-from ganger_master.core.limits import NO_LIMITS, Limits
 from ganger_master.core.node_model import Reservation
 from ganger_master.core.plan_changes import CoresCurve, PlanChange, StartChange, TrialFinding, claims_in
 from ganger_master.core.tenancy import Team
-from ganger_master.core.usage_model import UserUsage
 from ganger_master.planner.device_groups import ALONE, Claims, CoLocatedJobs, Unit, shape_for_two
 from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY, Resizing
 from ganger_master.planner.job_table import LiveTable

@@ -25,11 +25,10 @@ from ganger.protocol.slice_rotation import SWITCHES_PER_QUANTUM
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from ganger_master.core.accounting import Charges, Limits, Owner, UserUsage, decayed_at, mean_gpus
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
-from ganger_master.core.limits import Charges, Limits, Owner
 from ganger_master.core.tenancy import NO_TEAMS, Team, TeamIndex
-from ganger_master.core.usage_model import UserUsage, decayed_at, mean_gpus
 from ganger_master.policies.orders import Capacity, Facts, Floats, Integers, JobOrder, sorted_by
 
 # Shares are rounded to this many decimals, so that rounding errors of sums decide no tie.

@@ -16,12 +16,12 @@ from ganger.wire.methods import CallerIdentity
 from ganger.wire.servers import Callers
 
 from ganger_master.core import commands
+from ganger_master.core.accounting import DAY_S, DAYS_KEPT
 from ganger_master.core.answers import ArrayAnswer, JobAnswer, UpdateAnswer
 from ganger_master.core.events import cut
 from ganger_master.core.explain import Explanation, explain, kept_for, making_room_for
 from ganger_master.core.job_model import JobRecord, members_of
 from ganger_master.core.usage import report
-from ganger_master.core.usage_model import DAY_S, DAYS_KEPT
 from ganger_master.planner.cores_curves import explain_cores, explain_memory
 from ganger_master.planner.job_forecasts import Pairs, deadline_advice, inside_partition, start_forecast
 from ganger_master.policies import ShareByTimeSlices

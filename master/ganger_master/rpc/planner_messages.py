@@ -21,10 +21,10 @@ from ganger.wire import resource_names as names
 from msgspec.structs import replace
 
 from ganger_master.core import commands
+from ganger_master.core.accounting import Limits, Owner, UserUsage
 from ganger_master.core.explain import RoomInProgress
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, Piece
 from ganger_master.core.job_model import JobRecord
-from ganger_master.core.limits import Limits, Owner
 from ganger_master.core.plan_changes import (
     CURVE_POINTS,
     NO_PURPOSE,
@@ -43,7 +43,6 @@ from ganger_master.core.plan_changes import (
     TrialFinding,
 )
 from ganger_master.core.tenancy import NO_TERMS, PRIORITY_LIMIT, PartitionTerms, Team
-from ganger_master.core.usage_model import UserUsage
 from ganger_master.rpc import job_messages
 from ganger_master.rpc.job_messages import plain
 

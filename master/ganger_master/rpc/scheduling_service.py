@@ -19,6 +19,7 @@ from ganger.wire.servers import Callers
 from msgspec.structs import replace
 
 from ganger_master.core import commands
+from ganger_master.core.accounting import UserUsage
 from ganger_master.core.answers import Answer, Done, JobAnswer, PlanAnswer, Refused
 from ganger_master.core.ending import is_backing_off
 from ganger_master.core.gang_model import Gang
@@ -28,7 +29,6 @@ from ganger_master.core.node_model import Reservation
 from ganger_master.core.plan_changes import SliceChange, StartChange, claims_in
 from ganger_master.core.queue import GrantedLease
 from ganger_master.core.state import State
-from ganger_master.core.usage_model import UserUsage
 from ganger_master.rpc import job_messages
 from ganger_master.rpc.access import UserLimits, check_jobs
 from ganger_master.rpc.answer_messages import (

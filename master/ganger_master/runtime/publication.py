@@ -25,6 +25,7 @@ from ganger.cluster.resources import ConfigurationSet, NodeRow
 from ganger.cluster.view import LoadMode
 from msgspec.structs import replace
 
+from ganger_master.core.accounting import UserUsage
 from ganger_master.core.answers import Answer, PlanAnswer, Rejected
 from ganger_master.core.commands import ClaimTurns
 from ganger_master.core.desired_projection import DesiredSet
@@ -34,7 +35,6 @@ from ganger_master.core.job_model import JobMetric, JobRecord
 from ganger_master.core.node_model import Counters, Element, Node, Reservation
 from ganger_master.core.queue import GrantedLease
 from ganger_master.core.state import State
-from ganger_master.core.usage_model import UserUsage
 
 
 @dataclass(frozen=True, slots=True)

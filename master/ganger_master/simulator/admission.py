@@ -17,9 +17,9 @@ from ganger.scheduling import DefaultScheduler, PlacementLease, Proposal
 from msgspec import structs
 
 from ganger_master.core import answers
+from ganger_master.core.accounting import ANY_USER, Owner, by_user, limits_of
 from ganger_master.core.commands import Command, RequestGang
 from ganger_master.core.job_model import JobSpec
-from ganger_master.core.limits import ANY_USER, Owner, by_user, limits_of
 from ganger_master.core.placement_leases import ASIDE
 from ganger_master.core.queue import GrantedLease as Lease
 from ganger_master.core.state import State

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from ganger.cluster.preferences import BY_COUNTS
 
 from ganger_master.core import colocation, commands, machine, timeslice_admission
+from ganger_master.core.accounting import by_user
 from ganger_master.core.answers import Refused
 from ganger_master.core.commands import Command
 from ganger_master.core.gang_model import Gang
-from ganger_master.core.limits import by_user
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 from ganger_master.planner.plan_pace import rounds_until

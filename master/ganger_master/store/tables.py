@@ -36,12 +36,12 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 from sqlalchemy import BigInteger, Column, Double, Index, Integer, MetaData, String, Table, Text
 
+from ganger_master.core.accounting import UserUsage
 from ganger_master.core.events import ELEMENT_TYPES, HistoryRow
 from ganger_master.core.gang_model import Gang, TimesliceGroup
 from ganger_master.core.job_model import JobRecord, JobSpec, Request
 from ganger_master.core.leader_lease import LeaderLease, LeaseCandidate
 from ganger_master.core.node_model import Counters, Element, Node, Reservation
-from ganger_master.core.usage_model import UserUsage
 
 Cell = int | float | str | None
 Row = tuple[Cell, ...]

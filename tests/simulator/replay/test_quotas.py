@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from ganger_master.core.limits import by_user
+from ganger_master.core.accounting import by_user
 from ganger_master.policies import NAMES, Tune, policy_named
 from ganger_master.simulator.inputs import FREE, ReplayOptions, SwitchCosts
 from ganger_master.simulator.report.outcomes import Outcomes

@@ -6,8 +6,8 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
+from ganger_master.core.accounting import gpu_s_since, used_until
 from ganger_master.core.tenancy import Team
-from ganger_master.core.usage_model import gpu_s_since, used_until
 from ganger_master.policies import NAMES, policy_named
 from ganger_master.simulator.inputs import ReplayOptions
 from ganger_master.simulator.report.outcomes import Outcomes
