@@ -22,7 +22,7 @@ from ganger_master.app import Master
 from ganger_master.config import Config
 from ganger_master.core import commands
 from ganger_master.core.answers import Refused, SessionAnswer
-from ganger_master.core.job_model import JobSpec
+from ganger_master.core.job_spec import JobSpec
 
 EMPTY: Final = "ganger.bench.Empty"
 DEVICES: Final = 8

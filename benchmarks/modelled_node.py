@@ -18,7 +18,8 @@ from ganger_master.core import machine
 from ganger_master.core.answers import Answer, ChangeAnswer, JobAnswer, PlanAnswer, SessionAnswer
 from ganger_master.core.commands import Command, Observe, ObservedGang, OpenSession, ProposePlan, RequestGang, SubmitJob
 from ganger_master.core.gang_model import Gang, ObservedPhase
-from ganger_master.core.job_model import Capabilities, JobSpec
+from ganger_master.core.job_model import Capabilities
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 from ganger_master.planner.context import ClusterChange, PlanVerdict, ProgressReports, parts_of

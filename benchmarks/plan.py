@@ -42,7 +42,8 @@ from ganger.cluster.topology import parse_topology
 from ganger.cluster.view import LoadMode, View
 from ganger.program_setup import settled
 from ganger_master.core.gang_model import Gang
-from ganger_master.core.job_model import JobRecord, JobSpec
+from ganger_master.core.job_model import JobRecord
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.plan_changes import claims_in
 from ganger_master.estimators.speed import AllReduceModel, StepPoint, fit_allreduce
 from ganger_master.planner.context import PlannerSettings, context_of

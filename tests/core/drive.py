@@ -22,7 +22,8 @@ from ganger_master.core.commands import (
 )
 from ganger_master.core.events import HistoryRow
 from ganger_master.core.gang_model import Gang, ObservedPhase
-from ganger_master.core.job_model import Capabilities, JobRecord, JobSpec
+from ganger_master.core.job_model import Capabilities, JobRecord
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 

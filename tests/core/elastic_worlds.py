@@ -6,7 +6,7 @@ from core.drive import ALL_LEVELS, GIB, Drive, job_of
 from ganger.cluster.resources import Role, TaskShape
 from ganger_master.core.commands import ObservedGang
 from ganger_master.core.gang_model import Gang, ObservedPhase, Outcome, OutcomeKind
-from ganger_master.core.job_model import JobSpec
+from ganger_master.core.job_spec import JobSpec
 from msgspec.structs import replace
 
 RESIZABLE = replace(ALL_LEVELS, resize=True, resize_divides=12)

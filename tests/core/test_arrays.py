@@ -21,7 +21,8 @@ from ganger_master.core.commands import (
 )
 from ganger_master.core.explain import explain
 from ganger_master.core.gang_model import ObservedPhase, Outcome, OutcomeKind
-from ganger_master.core.job_model import JobMetric, JobProgress, JobSpec, RoleProgram, Template, resolved
+from ganger_master.core.job_model import JobMetric, JobProgress
+from ganger_master.core.job_spec import JobSpec, RoleProgram, Template, resolved
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_image import restored
 from msgspec.structs import replace

@@ -11,7 +11,7 @@ from ganger.cluster.resources import Bandwidth, TaskShape
 from ganger_master.core.answers import Refused
 from ganger_master.core.commands import MoveJob, OpenSession, RetuneJob
 from ganger_master.core.gang_model import ObservedPhase
-from ganger_master.core.job_model import JobSpec
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.state_image import Image, image_of, state_of
 from msgspec import json
 from msgspec.structs import replace

@@ -7,7 +7,7 @@ from ganger.cluster.resources import Claim, Role, TaskShape
 from ganger.cluster.topology import Topology, innermost_groups, parse_topology
 from ganger_master.core import commands, gang_orders, machine
 from ganger_master.core.answers import Approved, SessionAnswer
-from ganger_master.core.job_model import JobSpec
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.kept_places import KeptPlace, KeptPlaceRequest, keep_places, kept_places_of
 from ganger_master.core.node_model import Node
 from ganger_master.core.settings import CoreSettings

@@ -15,7 +15,8 @@ from ganger_master.core import colocation
 from ganger_master.core.answers import PlanAnswer, Refused, SessionAnswer
 from ganger_master.core.commands import CancelJob, OpenSession, ProposePlan, ResumeJob
 from ganger_master.core.gang_model import GangIntent, ObservedPhase
-from ganger_master.core.job_model import JobSpec, SuspendLevel
+from ganger_master.core.job_model import SuspendLevel
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.plan_changes import (
     CoresChange,
     MoveChange,

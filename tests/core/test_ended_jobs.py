@@ -16,7 +16,7 @@ from ganger_master.core.commands import (
     UpdateJob,
 )
 from ganger_master.core.gang_model import ObservedPhase, Outcome, OutcomeKind
-from ganger_master.core.job_model import Update
+from ganger_master.core.job_spec import Update
 from msgspec.structs import replace
 
 ORDERS: list[tuple[Command, str]] = [

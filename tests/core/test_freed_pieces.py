@@ -7,7 +7,7 @@ from random import Random
 from core.drive import GIB, Drive
 from ganger.cluster.resources import Role, TaskShape
 from ganger_master.core.gang_model import ObservedPhase
-from ganger_master.core.job_model import JobSpec
+from ganger_master.core.job_spec import JobSpec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -11,7 +11,8 @@ from ganger.cluster.fit import share_of_memory
 from ganger.cluster.resources import Role, TaskShape
 from ganger_master.core.commands import ProposePlan
 from ganger_master.core.gang_model import ObservedPhase, Outcome, OutcomeKind
-from ganger_master.core.job_model import WHOLE_SHARE, JobSpec
+from ganger_master.core.job_model import WHOLE_SHARE
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.plan_changes import StartChange
 from ganger_master.planner.cores_curves import explain_memory
 from ganger_master.planner.device_groups import thin

@@ -9,7 +9,7 @@ from ganger_master.core import machine
 from ganger_master.core.answers import Done, JobAnswer, Refused, SessionAnswer
 from ganger_master.core.commands import Observe, OpenSession, SubmitJob
 from ganger_master.core.events import ELEMENT_TYPES, Effects
-from ganger_master.core.job_model import JobSpec
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 from ganger_master.core.state_image import restored

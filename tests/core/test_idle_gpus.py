@@ -14,7 +14,8 @@ from ganger_master.core.answers import Approved, SessionAnswer
 from ganger_master.core.commands import Answer, ObservedGang, OpenSession, ResumeJob, SuspendJob, Tick
 from ganger_master.core.gang_model import Gang, GangPhase, ObservedPhase
 from ganger_master.core.idle_gpus import park_times
-from ganger_master.core.job_model import Capabilities, JobSpec, SuspendLevel
+from ganger_master.core.job_model import Capabilities, SuspendLevel
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_image import restored
 from ganger_master.core.tenancy import Partition

@@ -8,7 +8,8 @@ from ganger.protocol.gang_orders import Mechanism
 from ganger_master.core.answers import Approved, JobAnswer, Refused, Rejected
 from ganger_master.core.commands import MoveJob, ResumeJob, SuspendJob
 from ganger_master.core.gang_model import GangIntent, GangPhase, ObservedPhase, Outcome, OutcomeKind
-from ganger_master.core.job_model import JobSpec, SuspendLevel
+from ganger_master.core.job_model import SuspendLevel
+from ganger_master.core.job_spec import JobSpec
 from msgspec.structs import replace
 
 

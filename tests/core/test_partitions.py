@@ -24,8 +24,9 @@ from ganger_master.core.commands import (
     UpdateJob,
 )
 from ganger_master.core.explain import explain
-from ganger_master.core.job_model import JobSpec, SuspendLevel, Update
+from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.job_rules import may_never_start, rules
+from ganger_master.core.job_spec import JobSpec, Update
 from ganger_master.core.plan_changes import Goal, MoveChange, Purpose, SingleChange, StartChange, SuspendChange
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_image import restored

@@ -27,7 +27,8 @@ from ganger_master.core.commands import (
 )
 from ganger_master.core.explain import explain
 from ganger_master.core.gang_model import GangPhase, ObservedPhase
-from ganger_master.core.job_model import Agent, Capabilities, JobRecord, JobSpec, SuspendLevel, Update
+from ganger_master.core.job_model import Capabilities, JobRecord, SuspendLevel
+from ganger_master.core.job_spec import Agent, JobSpec, Update
 from ganger_master.core.kept_places import kept_places_of
 from ganger_master.core.machine import next_wake
 from ganger_master.core.node_faults import service_reason

@@ -14,7 +14,8 @@ from ganger_master.core.answers import JobAnswer, PlanAnswer, Refused
 from ganger_master.core.commands import ObservedGang, ProposePlan, ResizeJob, ResumeJob, SubmitJob, SuspendJob
 from ganger_master.core.explain import explain
 from ganger_master.core.gang_model import ObservedPhase, Outcome, OutcomeKind
-from ganger_master.core.job_model import Capabilities, Checkpoint, JobSpec, SuspendLevel
+from ganger_master.core.job_model import Capabilities, Checkpoint, SuspendLevel
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.plan_changes import StartChange, SuspendChange
 from ganger_master.core.settings import CoreSettings
 from hypothesis import given

@@ -8,7 +8,7 @@ import pytest
 from core.drive import job_of
 from ganger.cluster.resources import Locality, Role, TaskShape
 from ganger.protocol.gang_orders import Mechanism
-from ganger_master.core.job_model import RoleProgram
+from ganger_master.core.job_spec import RoleProgram
 from ganger_master.core.submission import violations_of
 from msgspec.structs import replace
 

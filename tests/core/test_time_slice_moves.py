@@ -11,7 +11,8 @@ from ganger.job_state import JobState
 from ganger_master.core.answers import JobAnswer, Refused
 from ganger_master.core.commands import DrainNode, MoveJob, ObservedSlices, ResizeJob
 from ganger_master.core.gang_model import GangIntent, GangPhase, ObservedPhase
-from ganger_master.core.job_model import JobSpec, SuspendLevel
+from ganger_master.core.job_model import SuspendLevel
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.plan_changes import Goal, PlanChange, Purpose
 from ganger_master.core.timeslice_groups import filled
 from msgspec.structs import replace

@@ -24,7 +24,8 @@ from ganger_master.core.commands import (
 )
 from ganger_master.core.events import StoredChanges
 from ganger_master.core.gang_model import GangIntent, ObservedPhase, Outcome, OutcomeKind
-from ganger_master.core.job_model import JobSpec, SuspendLevel
+from ganger_master.core.job_model import SuspendLevel
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.plan_changes import PlanChange, SliceChange
 from ganger_master.core.state_image import image_of, restored, state_of
 from ganger_master.core.timeslice_groups import charges, has_turn

@@ -25,7 +25,8 @@ from ganger_master.core.commands import (
     UpdateJob,
 )
 from ganger_master.core.gang_model import ObservedPhase
-from ganger_master.core.job_model import JobRecord, SuspendLevel, Update
+from ganger_master.core.job_model import JobRecord, SuspendLevel
+from ganger_master.core.job_spec import Update
 from ganger_master.core.machine import next_wake
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_image import image_of, restored, state_of

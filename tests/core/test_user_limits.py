@@ -5,7 +5,7 @@ from __future__ import annotations
 from core.drive import Drive, job_of
 from ganger_master.core.answers import Answer, ArrayAnswer, JobAnswer, Refused
 from ganger_master.core.commands import CancelJob, SubmitArray, SubmitJob, Tick
-from ganger_master.core.job_model import JobSpec
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_image import restored
 from ganger_master.core.state_indexes import spec_bytes

@@ -12,7 +12,7 @@ from faultsim.engine import Engine
 from faultsim.fault_cluster import FaultCluster
 from ganger.cluster.resources import Role, TaskShape
 from ganger.cluster.topology import parse_topology
-from ganger_master.core.job_model import JobSpec
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.settings import CoreSettings
 from ganger_master.decision_log.log_file import read_lines
 from ganger_master.decision_log.recorder import DecisionRecording, Recorded

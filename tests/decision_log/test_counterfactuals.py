@@ -10,7 +10,7 @@ from faultsim import faults
 from faultsim.fault_cluster import FaultCluster
 from faultsim.rows_of_daemons import DaemonTurns
 from ganger.cluster.resources import Role, TaskShape
-from ganger_master.core.job_model import JobSpec
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.settings import CoreSettings
 from ganger_master.decision_log.log_file import read_lines
 from ganger_master.decision_log.replay_findings import Counterfactual

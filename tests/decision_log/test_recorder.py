@@ -17,7 +17,7 @@ from ganger.wire.errors import AlreadyRecording, Internal, NotReady
 from ganger_master.core.answers import JobAnswer
 from ganger_master.core.commands import CancelJob, SubmitJob
 from ganger_master.core.decide import decide
-from ganger_master.core.job_model import JobSpec
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.settings import CoreSettings
 from ganger_master.decision_log import recorder
 from ganger_master.decision_log.log_file import RecordingError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from core.drive import Drive, job_of
 from ganger.cluster.resources import ConfigurationSet, Role, TaskShape
 from ganger_master.core.commands import OpenSession, SubmitArray, SubmitJob
-from ganger_master.core.job_model import JobSpec, RoleProgram
+from ganger_master.core.job_spec import JobSpec, RoleProgram
 from ganger_master.core.state_image import image_of
 from ganger_master.core.submission import violations_of
 from ganger_master.decision_log.recording import Redaction

@@ -15,7 +15,7 @@ from ganger_master.core import machine
 from ganger_master.core.accounting import Owner
 from ganger_master.core.answers import Approved, Rejected
 from ganger_master.core.commands import Command, Line, ProposePlan, RequestGang, SubmitJob
-from ganger_master.core.job_model import JobSpec
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 from ganger_master.core.state_image import image_of

@@ -37,7 +37,8 @@ from ganger_master.core.commands import (
 from ganger_master.core.desired_projection import DesiredSet
 from ganger_master.core.events import HistoryRow
 from ganger_master.core.gang_model import OutcomeKind
-from ganger_master.core.job_model import JobSpec, SuspendLevel, Update
+from ganger_master.core.job_model import SuspendLevel
+from ganger_master.core.job_spec import JobSpec, Update
 from ganger_master.core.queue import GrantedLease
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State

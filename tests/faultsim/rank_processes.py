@@ -17,7 +17,8 @@ from faultsim.faults import NONE
 from ganger.cluster.topology import bits
 from ganger_master.core.desired_projection import DesiredGang
 from ganger_master.core.gang_model import GangIntent, OutcomeKind
-from ganger_master.core.job_model import Checkpoint, JobSpec, SuspendLevel
+from ganger_master.core.job_model import Checkpoint, SuspendLevel
+from ganger_master.core.job_spec import JobSpec
 
 if TYPE_CHECKING:
     from faultsim.node_rotation import NodeRotation

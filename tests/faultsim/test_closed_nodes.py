@@ -18,8 +18,8 @@ from ganger_master.core.commands import (
     UncordonNode,
 )
 from ganger_master.core.gang_model import GangPhase
-from ganger_master.core.job_model import Agent, JobSpec
 from ganger_master.core.job_rules import may_never_start
+from ganger_master.core.job_spec import Agent, JobSpec
 from ganger_master.core.node_model import Reservation
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.tenancy import Partition

@@ -12,7 +12,7 @@ from ganger.cluster.topology import parse_topology
 from ganger.job_state import JobState
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.commands import DrainNode, ProposePlan, UncordonNode
-from ganger_master.core.job_model import JobSpec
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.settings import CoreSettings
 from ganger_master.planner.context import ClusterChange, PlannerSettings, context_of
 from ganger_master.planner.job_table import LiveTable

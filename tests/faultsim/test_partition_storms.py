@@ -10,7 +10,7 @@ from faultsim.rows_of_daemons import DaemonTurns
 from faultsim.test_sharing_storms import SERVER
 from ganger.cluster.resources import Role, TaskShape
 from ganger_master.core.gang_model import Gang
-from ganger_master.core.job_model import JobSpec
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.tenancy import Partition
 

@@ -15,7 +15,7 @@ from ganger.cluster.topology import parse_topology
 from ganger_master.core import quarantine
 from ganger_master.core.commands import AdoptQuarantined, EndQuarantined, GoOn, OpenStore
 from ganger_master.core.gang_model import OutcomeKind
-from ganger_master.core.job_model import JobSpec
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.settings import CoreSettings
 
 _GIB = 1 << 30

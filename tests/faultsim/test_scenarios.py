@@ -28,7 +28,8 @@ from ganger_master.core import commands
 from ganger_master.core.answers import Answer, ArrayAnswer, Refused
 from ganger_master.core.explain import explain
 from ganger_master.core.gang_model import OutcomeKind
-from ganger_master.core.job_model import JobSpec, SuspendLevel
+from ganger_master.core.job_model import SuspendLevel
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.node_faults import faults_of
 from ganger_master.core.node_model import Reservation
 from ganger_master.core.settings import CoreSettings

@@ -11,7 +11,7 @@ from faultsim.fault_cluster import FaultCluster, require_progress
 from ganger.cluster.resources import Locality, LocalityLevel, Role, TaskShape
 from ganger.cluster.topology import parse_topology
 from ganger_master.core.events import HistoryRow
-from ganger_master.core.job_model import JobSpec
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.settings import CoreSettings
 from msgspec.structs import replace
 

@@ -15,7 +15,7 @@ from ganger.cluster.resources import Role, TaskShape
 from ganger.cluster.topology import parse_topology
 from ganger_master.core.approval import has_place
 from ganger_master.core.ending import is_backing_off
-from ganger_master.core.job_model import JobSpec
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.settings import CoreSettings
 
 _GIB = 1 << 30

@@ -18,7 +18,8 @@ from ganger.cluster.view import View
 from ganger.job_state import JobState
 from ganger.scheduling import DefaultScheduler, JobScheduler, PlacementLease, Proposal
 from ganger_master.core.commands import ResumeJob, SuspendJob
-from ganger_master.core.job_model import JobSpec, SuspendLevel
+from ganger_master.core.job_model import SuspendLevel
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.settings import CoreSettings
 
 _GIB = 1 << 30

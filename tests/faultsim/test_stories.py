@@ -23,7 +23,8 @@ from ganger_master.core.commands import (
 )
 from ganger_master.core.explain import explain
 from ganger_master.core.gang_model import Gang, GangPhase
-from ganger_master.core.job_model import JobRecord, JobSpec, SuspendLevel
+from ganger_master.core.job_model import JobRecord, SuspendLevel
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.settings import CoreSettings
 from msgspec.structs import replace
 

@@ -13,7 +13,8 @@ from ganger_master.core import quarantine
 from ganger_master.core.answers import Done, PlanAnswer
 from ganger_master.core.commands import EndQuarantined, GoOn, OpenStore, ProposePlan
 from ganger_master.core.gang_model import Gang, GangPhase
-from ganger_master.core.job_model import JobRecord, JobSpec, SuspendLevel
+from ganger_master.core.job_model import JobRecord, SuspendLevel
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.plan_changes import PlanChange, SliceChange, StartChange, SuspendChange
 from ganger_master.core.settings import CoreSettings
 from msgspec.structs import replace

@@ -14,7 +14,7 @@ from faultsim.rows_of_daemons import DaemonTurns
 from ganger.cluster.resources import Role, TaskShape
 from ganger.cluster.topology import parse_topology
 from ganger.protocol.group_rotation import GroupRotation
-from ganger_master.core.job_model import JobSpec
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.settings import CoreSettings
 
 _GIB = 1 << 30

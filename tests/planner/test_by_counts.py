@@ -15,7 +15,8 @@ from ganger.cluster.search import PlacementRequest
 from ganger.cluster.view import View
 from ganger.job_state import JobState
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, Piece
-from ganger_master.core.job_model import JobRecord, JobSpec, SuspendLevel
+from ganger_master.core.job_model import JobRecord, SuspendLevel
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.planner.context import PlanDraft, PlannerSettings, context_of
 from ganger_master.planner.device_groups import Claims
 from ganger_master.planner.gang_fitting import GangFitting

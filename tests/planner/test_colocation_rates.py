@@ -8,7 +8,8 @@ import pytest
 from ganger.cluster.resources import Claim, LocalityLevel
 from ganger.job_state import JobState
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, Piece
-from ganger_master.core.job_model import JobRecord, JobSpec
+from ganger_master.core.job_model import JobRecord
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.planner.rate_registry import ProgressReport, RateRegistry
 from ganger_master.policies.trials import TrialPace
 from msgspec.structs import replace

@@ -8,7 +8,8 @@ from ganger.cluster.resources import Role, TaskShape
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import ChangeAnswer
 from ganger_master.core.commands import ProposePlan
-from ganger_master.core.job_model import Capabilities, JobSpec
+from ganger_master.core.job_model import Capabilities
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.plan_changes import CoresCurve
 from ganger_master.planner.context import ClusterChange, Plan, PlanVerdict, parts_of
 from ganger_master.planner.cores_curves import explain_cores

@@ -6,7 +6,8 @@ import pytest
 from ganger.cluster.resources import Role, TaskShape
 from ganger.cluster.view import View
 from ganger.job_state import JobState
-from ganger_master.core.job_model import JobRecord, JobSpec
+from ganger_master.core.job_model import JobRecord
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.planner.job_forecasts import deadline_advice
 from kit.clusters import idle_row, server
 from msgspec.structs import replace

@@ -11,7 +11,8 @@ from core.test_colocation import Packing, small
 from ganger.cluster.resources import Locality, LocalityLevel
 from ganger.job_state import JobState
 from ganger_master.core.commands import CancelJob
-from ganger_master.core.job_model import Capabilities, JobSpec
+from ganger_master.core.job_model import Capabilities
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.planner.context import capacity_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.plan import _as_one

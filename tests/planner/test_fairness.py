@@ -5,7 +5,8 @@ from __future__ import annotations
 from core.drive import GIB, Drive, job_of
 from ganger.cluster.resources import Role, TaskShape
 from ganger_master.core.gang_model import Gang, GangPhase
-from ganger_master.core.job_model import JobRecord, JobSpec
+from ganger_master.core.job_model import JobRecord
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.planner.timeslice_shares import NOTHING, Fairness, credited
 from msgspec.structs import replace
 

@@ -14,7 +14,8 @@ from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import ProposePlan, ResizeJob
 from ganger_master.core.elastic import devices_of
 from ganger_master.core.gang_model import Gang, ObservedPhase
-from ganger_master.core.job_model import JobRecord, JobSpec
+from ganger_master.core.job_model import JobRecord
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.plan_changes import Goal, PlanChange
 from ganger_master.estimators.speed import AllReduceModel
 from ganger_master.planner.context import PlannerSettings, context_of

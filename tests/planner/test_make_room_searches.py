@@ -9,7 +9,7 @@ import pytest
 from core.drive import GIB, job_of
 from ganger.cluster.resources import Locality, LocalityLevel
 from ganger_master.core.commands import CancelJob
-from ganger_master.core.job_model import JobSpec
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.policies import NAMES, policy_named
 from ganger_master.policies.orders import WEEK_S
 from ganger_master.simulator.inputs import ReplayOptions, SwitchCosts

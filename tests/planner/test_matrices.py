@@ -27,7 +27,8 @@ from ganger_master.core.commands import (
 )
 from ganger_master.core.explain import explain, reported_blockers
 from ganger_master.core.gang_model import GangIntent, ObservedPhase
-from ganger_master.core.job_model import Capabilities, JobSpec, SuspendLevel
+from ganger_master.core.job_model import Capabilities, SuspendLevel
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.plan_changes import Goal, PlanChange, StartChange, SuspendChange
 from ganger_master.core.settings import CoreSettings
 from ganger_master.planner import matrices, sharing_stage

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from core.drive import GIB, job_of
-from ganger_master.core.job_model import WHOLE_SHARE, JobSpec
+from ganger_master.core.job_model import WHOLE_SHARE
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.plan_changes import CoresCurve
 from ganger_master.estimators.cores_and_memory import CpuPoint, enough_memory, next_memory
 from ganger_master.planner.core_profiles import CoreProfile, curves_of

@@ -13,7 +13,8 @@ from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import CancelJob, DrainNode, ProposePlan, SuspendJob
 from ganger_master.core.explain import kept_for, making_room_for
 from ganger_master.core.gang_model import ObservedPhase
-from ganger_master.core.job_model import JobSpec, SuspendLevel
+from ganger_master.core.job_model import SuspendLevel
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.plan_changes import Goal, MoveChange, PlanChange, SuspendChange, TrialFinding
 from ganger_master.core.tenancy import PartitionTerms
 from ganger_master.estimators.speed import LocalityPoint

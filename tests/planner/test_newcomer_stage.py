@@ -9,7 +9,8 @@ from ganger.job_state import JobState
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import CancelJob, ProposePlan
 from ganger_master.core.gang_model import ObservedPhase
-from ganger_master.core.job_model import Capabilities, JobSpec
+from ganger_master.core.job_model import Capabilities
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.plan_changes import StartChange
 from ganger_master.planner.context import ClusterChange, PlanContext, PlanDraft, context_of
 from ganger_master.planner.job_table import LiveTable

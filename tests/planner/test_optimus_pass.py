@@ -13,7 +13,8 @@ from ganger.cluster.resources import Locality, LocalityLevel, Role, TaskShape
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import ObservedGang, ProposePlan
 from ganger_master.core.gang_model import Gang, ObservedPhase
-from ganger_master.core.job_model import Capabilities, JobRecord, JobSpec
+from ganger_master.core.job_model import Capabilities, JobRecord
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.plan_changes import claims_in
 from ganger_master.estimators.convergence import StepsLeftEstimate
 from ganger_master.estimators.speed import AllReduceModel

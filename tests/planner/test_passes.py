@@ -15,7 +15,8 @@ from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import CancelJob, ProposePlan, ResumeJob, SuspendJob
 from ganger_master.core.gang_model import Gang, ObservedPhase
-from ganger_master.core.job_model import Capabilities, JobRecord, JobSpec, SuspendLevel
+from ganger_master.core.job_model import Capabilities, JobRecord, SuspendLevel
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.plan_changes import Goal, Purpose, StartChange, SuspendChange
 from ganger_master.core.reservations import can_leave
 from ganger_master.core.settings import CoreSettings

@@ -13,7 +13,8 @@ from ganger_master.core.accounting import limits_of
 from ganger_master.core.commands import CancelJob
 from ganger_master.core.explain import explain, reported_blockers
 from ganger_master.core.gang_model import Gang, GangPhase, GangRole, Piece
-from ganger_master.core.job_model import JobRecord, JobSpec
+from ganger_master.core.job_model import JobRecord
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.tenancy import Team, TeamIndex
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.policies.fairness import QuotaUse

@@ -14,7 +14,8 @@ from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.resources import Claim
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import ProposePlan, RetuneJob
-from ganger_master.core.job_model import Capabilities, JobSpec
+from ganger_master.core.job_model import Capabilities
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.planner.context import context_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import plan_by

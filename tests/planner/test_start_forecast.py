@@ -10,7 +10,8 @@ from ganger.cluster.view import View
 from ganger.job_state import JobState
 from ganger_master.core.explain import StartEstimate
 from ganger_master.core.gang_model import Gang, GangPhase, GangRole, Piece
-from ganger_master.core.job_model import JobRecord, JobSpec
+from ganger_master.core.job_model import JobRecord
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.tenancy import PartitionTerms
 from ganger_master.planner.job_forecasts import inside_partition, start_forecast
 from kit.clusters import idle_row, server

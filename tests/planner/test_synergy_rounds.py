@@ -14,7 +14,7 @@ from ganger.job_state import JobState
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import CancelJob, CordonNode, ProposePlan
 from ganger_master.core.gang_model import GangIntent, ObservedPhase
-from ganger_master.core.job_model import JobSpec
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.node_model import Reservation
 from ganger_master.planner.context import ClusterChange, PlannerSettings, PlanVerdict
 from ganger_master.planner.loop import PlannerLoop

@@ -9,7 +9,8 @@ import pytest
 from ganger.cluster.resources import Claim, LocalityLevel, Role, TaskShape
 from ganger.job_state import JobState
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, Piece
-from ganger_master.core.job_model import JobRecord, JobSpec
+from ganger_master.core.job_model import JobRecord
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.planner.job_table import LiveTable
 from msgspec.structs import replace
 

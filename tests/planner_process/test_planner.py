@@ -18,7 +18,7 @@ from ganger.v1 import job_pb2, job_service_pb2, node_pb2, scheduling_pb2
 from ganger.wire import times
 from ganger.wire.endpoints import Endpoint
 from ganger_master.core.commands import CHANGES_LIMIT, SubmitJob
-from ganger_master.core.job_model import JobSpec
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.tenancy import MOST_GPUS, Partition, Team
 from ganger_master.planner.context import ClusterChange, PlanContext
 from ganger_master.planner.loop import PlannerLoop

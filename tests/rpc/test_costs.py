@@ -17,7 +17,7 @@ from ganger.v1 import array_pb2, job_pb2, job_service_pb2, node_pb2, resources_p
 from ganger.wire import errors, times
 from ganger.wire.methods import METHODS
 from ganger_master.core import commands
-from ganger_master.core.job_model import JobSpec
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.rpc.planner_messages import plan_from_wire, signature_of
 from google.protobuf.message import Message
 from rpc.kit import Served, Speaker, serving, spec_of

@@ -15,18 +15,16 @@ from ganger.v1 import job_pb2
 from ganger_master.core.array_model import Membership, RuleKind, StopRule
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, Idleness, Piece, Restore
 from ganger_master.core.job_model import (
-    Agent,
     Capabilities,
     Checkpoint,
     Failure,
     JobMetric,
     JobProgress,
     JobRecord,
-    JobSpec,
     RefusedMechanism,
-    RoleProgram,
     SuspendLevel,
 )
+from ganger_master.core.job_spec import Agent, JobSpec, RoleProgram
 from ganger_master.core.tenancy import PartitionTerms
 from ganger_master.rpc.job_messages import (
     capabilities_from_wire,

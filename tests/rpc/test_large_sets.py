@@ -14,7 +14,7 @@ from ganger.wire.channels import MAX_MESSAGE_BYTES, PART_BYTES
 from ganger.wire.errors import from_rpc_error
 from ganger_master.core.desired_projection import DesiredGang, DesiredSet
 from ganger_master.core.gang_model import GangIntent
-from ganger_master.core.job_model import JobSpec
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.rpc import agent_service
 from ganger_master.rpc.agent_messages import response_to_wire
 from rpc.kit import Speaker, serving

@@ -13,7 +13,8 @@ from ganger.cluster.resources import Role, TaskShape
 from ganger.job_state import JobState
 from ganger.tracing import ROOT, JobTracer
 from ganger_master.core.events import HistoryRow
-from ganger_master.core.job_model import JobRecord, JobSpec
+from ganger_master.core.job_model import JobRecord
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.runtime.job_traces import JobTraces
 
 pytest.importorskip("opentelemetry.sdk")

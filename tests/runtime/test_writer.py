@@ -16,7 +16,7 @@ from ganger.wire.errors import Internal, NotReady
 from ganger_master.core import machine
 from ganger_master.core.answers import Done, JobAnswer, Refused, SessionAnswer
 from ganger_master.core.commands import Answer, CancelJob, Command, Observe, OpenSession, SubmitJob, Tick
-from ganger_master.core.job_model import JobSpec
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.settings import CoreSettings
 from ganger_master.runtime.writer import Writer
 from ganger_master.store.tables import Codec, Problem, StoreBatch, StoreError

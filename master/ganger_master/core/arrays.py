@@ -30,7 +30,8 @@ from ganger_master.core.array_model import (
     judge,
 )
 from ganger_master.core.events import Decision
-from ganger_master.core.job_model import JobMetric, JobProgress, JobRecord, JobSpec, Template, bytes_of, members_of
+from ganger_master.core.job_model import JobMetric, JobProgress, JobRecord, members_of
+from ganger_master.core.job_spec import JobSpec, Template, bytes_of
 from ganger_master.core.preconditions import array_members, find_job, has_ended
 from ganger_master.core.state import State
 from ganger_master.core.state_indexes import bytes_of_all, spec_bytes

@@ -12,7 +12,8 @@ from msgspec import Struct, field
 
 from ganger_master.core.array_model import StopRule
 from ganger_master.core.gang_model import ObservedPhase, Outcome, StoredOrder
-from ganger_master.core.job_model import Capabilities, Checkpoint, JobProgress, JobSpec, SuspendLevel, Update
+from ganger_master.core.job_model import Capabilities, Checkpoint, JobProgress, SuspendLevel
+from ganger_master.core.job_spec import JobSpec, Update
 from ganger_master.core.node_model import Counters, Reservation
 from ganger_master.core.plan_changes import CoresCurve, PlanChange, TrialFinding
 

@@ -18,7 +18,8 @@ from ganger_master.core.commands import Command
 from ganger_master.core.elastic import check_resize, check_size, place_resized, rests_without_devices
 from ganger_master.core.events import Decision, Event
 from ganger_master.core.gang_model import GangIntent
-from ganger_master.core.job_model import SuspendLevel, Update
+from ganger_master.core.job_model import SuspendLevel
+from ganger_master.core.job_spec import Update
 from ganger_master.core.node_model import Node
 from ganger_master.core.placement_leases import release_gang, request_gang
 from ganger_master.core.plans import propose_plan

@@ -13,7 +13,8 @@ from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 from ganger_master.core.gang_model import Gang, GangIntent, Matrix, ObservedPhase, Piece, Restore
-from ganger_master.core.job_model import JobRecord, JobSpec, SuspendLevel
+from ganger_master.core.job_model import JobRecord, SuspendLevel
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.node_model import Node
 from ganger_master.core.settings import CoreSettings
 

@@ -20,7 +20,8 @@ from ganger_master.core.accounting import UserUsage
 from ganger_master.core.answers import Answer
 from ganger_master.core.commands import NO_MARKS, ClaimTurns, KeepPlace, Line, Marks, Observe, OpenSession, RecordedEnd
 from ganger_master.core.gang_model import Gang, TimesliceGroup
-from ganger_master.core.job_model import JobRecord, JobSpec, Request, SuspendLevel, Update
+from ganger_master.core.job_model import JobRecord, Request, SuspendLevel
+from ganger_master.core.job_spec import JobSpec, Update
 from ganger_master.core.node_model import Counters, Element, Node, Reservation
 from ganger_master.core.plan_changes import NO_PURPOSE, CoresCurve, Purpose, TrialFinding
 

@@ -8,7 +8,8 @@ from ganger.cluster.resources import STORED_NAMES, Claim, LocalityLevel, less_ba
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ganger_master.core.job_model import Capabilities, Checkpoint, JobSpec, SuspendLevel
+from ganger_master.core.job_model import Capabilities, Checkpoint, SuspendLevel
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.plan_changes import NO_PURPOSE, Purpose
 
 

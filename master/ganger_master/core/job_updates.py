@@ -16,7 +16,8 @@ from msgspec.structs import replace
 from ganger_master.core import answers, commands, ending, events, reservations
 from ganger_master.core.answers import Refused, RefusedError
 from ganger_master.core.events import Decision
-from ganger_master.core.job_model import JobRecord, JobSpec, Submitted, Update, Updated
+from ganger_master.core.job_model import JobRecord
+from ganger_master.core.job_spec import JobSpec, Submitted, Update, Updated
 from ganger_master.core.preconditions import array_members, find_job, has_ended, unfinished
 from ganger_master.core.state import State
 from ganger_master.core.submission import check_partition, check_possible, wrong_wishes

@@ -22,7 +22,8 @@ from msgspec.structs import replace
 
 from ganger_master.core import ending
 from ganger_master.core.answers import RefusedError
-from ganger_master.core.job_model import Agent, JobRecord, JobSpec
+from ganger_master.core.job_model import JobRecord
+from ganger_master.core.job_spec import Agent, JobSpec
 from ganger_master.core.node_model import Reservation
 from ganger_master.core.tenancy import NAME_LIMIT, is_plain_name
 

@@ -17,7 +17,8 @@ from msgspec.structs import replace
 from ganger_master.core.accounting import Charges, UserUsage
 from ganger_master.core.commands import ObservedGang, ObservedSlices
 from ganger_master.core.gang_model import Gang, TimesliceGroup
-from ganger_master.core.job_model import JobRecord, JobSpec, Request, bytes_of
+from ganger_master.core.job_model import JobRecord, Request
+from ganger_master.core.job_spec import JobSpec, bytes_of
 from ganger_master.core.node_model import Node
 
 # Bytes of a job beside its command, environment and parameters.

@@ -11,7 +11,8 @@ from ganger.protocol.gang_orders import Mechanism
 
 from ganger_master.core.accounting import beyond
 from ganger_master.core.answers import RefusedError
-from ganger_master.core.job_model import JobRecord, JobSpec, bytes_of
+from ganger_master.core.job_model import JobRecord
+from ganger_master.core.job_spec import JobSpec, bytes_of
 from ganger_master.core.state import State
 from ganger_master.core.state_indexes import bytes_of_all
 

@@ -29,7 +29,8 @@ from ganger_master.core.answers import Answer, ChangeAnswer
 from ganger_master.core.commands import Command, OpenSession, SubmitArray, SubmitJob
 from ganger_master.core.events import Effects
 from ganger_master.core.gang_model import Gang
-from ganger_master.core.job_model import JobRecord, JobSpec, Request
+from ganger_master.core.job_model import JobRecord, Request
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.node_model import Node
 from ganger_master.core.queue import GrantedLease
 from ganger_master.core.state_image import Image

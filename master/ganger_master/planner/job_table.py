@@ -17,7 +17,8 @@ from msgspec.structs import replace
 from ganger_master.core.accounting import NO_LIMITS, Limits
 from ganger_master.core.ending import is_backing_off
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
-from ganger_master.core.job_model import JobRecord, JobSpec, SuspendLevel
+from ganger_master.core.job_model import JobRecord, SuspendLevel
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.tenancy import NO_TEAMS
 from ganger_master.planner.device_groups import DeviceGroups, returns_devices, shares_devices
 from ganger_master.policies.fairness import QuotaUse, TeamUse

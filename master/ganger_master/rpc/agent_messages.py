@@ -20,7 +20,8 @@ from ganger_master.core import commands
 from ganger_master.core.desired_projection import DesiredGang, DesiredSet, DesiredSlices, GangMember
 from ganger_master.core.events import cut
 from ganger_master.core.gang_model import GangIntent, ObservedPhase, Outcome, OutcomeKind, Restore, StoredOrder
-from ganger_master.core.job_model import Capabilities, JobSpec
+from ganger_master.core.job_model import Capabilities
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.rpc import job_messages
 from ganger_master.rpc.job_messages import plain
 

@@ -24,19 +24,15 @@ from ganger_master.core.ending import runs_since
 from ganger_master.core.events import cut
 from ganger_master.core.gang_model import Gang, GangPhase
 from ganger_master.core.job_model import (
-    Agent,
     Capabilities,
     Checkpoint,
     JobMetric,
     JobProgress,
     JobRecord,
-    JobSpec,
     RefusedMechanism,
-    RoleProgram,
     SuspendLevel,
-    Update,
-    resolved,
 )
+from ganger_master.core.job_spec import Agent, JobSpec, RoleProgram, Update, resolved
 from ganger_master.core.lifecycle import trouble_of
 from ganger_master.runtime.publication import Sample
 

@@ -19,7 +19,7 @@ from msgspec import structs
 from ganger_master.core import answers
 from ganger_master.core.accounting import ANY_USER, Owner, by_user, limits_of
 from ganger_master.core.commands import Command, RequestGang
-from ganger_master.core.job_model import JobSpec
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.placement_leases import ASIDE
 from ganger_master.core.queue import GrantedLease as Lease
 from ganger_master.core.state import State

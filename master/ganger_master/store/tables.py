@@ -39,7 +39,8 @@ from sqlalchemy import BigInteger, Column, Double, Index, Integer, MetaData, Str
 from ganger_master.core.accounting import UserUsage
 from ganger_master.core.events import ELEMENT_TYPES, HistoryRow
 from ganger_master.core.gang_model import Gang, TimesliceGroup
-from ganger_master.core.job_model import JobRecord, JobSpec, Request
+from ganger_master.core.job_model import JobRecord, Request
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.leader_lease import LeaderLease, LeaseCandidate
 from ganger_master.core.node_model import Counters, Element, Node, Reservation
 
