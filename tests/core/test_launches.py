@@ -8,9 +8,9 @@ from ganger.cluster.refusals import Reason
 from ganger.job_state import JobState
 from ganger_master.core.answers import Approved, Rejected
 from ganger_master.core.commands import CordonNode, DeclareLost, ObservedGang, UncordonNode
-from ganger_master.core.ending import visible_to
 from ganger_master.core.explain import explain
 from ganger_master.core.gang_model import ObservedPhase, Outcome, OutcomeKind
+from ganger_master.core.node_faults import visible_to
 from ganger_master.core.settings import CoreSettings
 from msgspec.structs import replace
 

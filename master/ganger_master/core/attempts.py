@@ -9,7 +9,7 @@ from ganger.job_state import JobState
 from ganger.protocol.gang_orders import Mechanism
 from msgspec.structs import replace
 
-from ganger_master.core import colocation, ending, gang_orders, moves
+from ganger_master.core import colocation, ending, gang_orders, moves, node_faults
 from ganger_master.core.elastic import begin_with, devices_of, share_pieces
 from ganger_master.core.events import GangApproved, JobResumed, JobSuspended
 from ganger_master.core.gang_model import Gang, GangPhase, GangRole, Restore
@@ -181,14 +181,14 @@ def _follow(state: State, job: JobRecord, gang: Gang, act: Act, now: float, caus
             # The source may have no order yet, if the destination was never reported as PREPARED.
             return moves.commit(state, job, now, cause) or moves.let_hand_over(state, job, now)
         case Act.ABORT:
-            moves.abort(state, ending.note_failed_launch(state, job, gang), gang, now, cause)
+            moves.abort(state, node_faults.note_failed_launch(state, job, gang), gang, now, cause)
             return True
         case Act.STAY:
             _stay(state, job, gang, now, cause)
             return True
         case Act.SUCCEED:
             state.history(now, job, "gang_done", cause, epoch=gang.epoch)
-            ending.note_launched(state, gang)
+            node_faults.note_launched(state, gang)
             job = ending.started(job, gang)
             return _end(state, job, gang, JobState.SUCCEEDED, "every rank has finished", now, cause, preempted=False)
         case Act.FAIL:
@@ -217,7 +217,7 @@ def _stepped(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -
             figures = {"pause_ms": f"{1000 * pause:.1f}", **gang.purpose.figures}
             kind = "resize_done" if gang.resizes else "move_done"
             state.history(now, job, kind, cause, epoch=gang.epoch, **figures)
-        ending.note_started_elsewhere(state, job, gang, now, cause)
+        node_faults.note_started_elsewhere(state, job, gang, now, cause)
         state.put_job(
             replace(
                 job,
@@ -229,7 +229,7 @@ def _stepped(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -
                 moves_aborted=0,
             )
         )
-        ending.note_launched(state, gang)
+        node_faults.note_launched(state, gang)
         # What it came from may go now.
         return len(state.gangs.epochs_of[job.number]) > 1
     return gang_orders.reap(state, job, now)

@@ -3,11 +3,6 @@
 Finished jobs are kept within limits on their number and bytes. A repeated submission must be recognised for a while,
 so the request id of a forgotten job is kept as long.
 
-A node that could not launch a gang, by no fault of the command, is closed to that job until any gang has run there, its
-daemon begins a new session or an operator uncordons it, so that one bad node does not use up all its attempts. A node
-without which the job would find no place in the whole cluster stays open. Other jobs may use the node: one that can be
-launched nowhere would close one node after the other.
-
 A job whose attempts fail by themselves is retried at once after the first failure, then after growing delays, so that
 it spends its restarts neither in a minute nor on devices that others wait for. A level that failed once is withdrawn:
 the next attempt would fail too, and end the job.
@@ -19,10 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.fit import demand
-from ganger.cluster.preferences import BEST_FIT
-from ganger.cluster.search import PlacementRequest
 from ganger.job_state import JobState
 from msgspec.structs import replace
 
@@ -40,7 +32,7 @@ from ganger_master.core.job_model import (
     members_of,
 )
 from ganger_master.core.lifecycle import bad_outcome
-from ganger_master.core.node_faults import cordon
+from ganger_master.core.node_faults import note_failed_launch, note_launched
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 
@@ -375,76 +367,6 @@ def _has_live(jobs: Mapping[int, JobRecord], array: Membership) -> bool:
     """Return whether a member has not ended. The last one comes first, because members usually end in their order."""
     members = (jobs.get(number) for number in range(array.array + array.size, array.array, -1))
     return any(member is not None and not member.state.is_finished for member in members)
-
-
-# Nodes of a job that are remembered; a gang may be as wide as the cluster.
-_MOST_NODES: Final = 64
-
-
-def note_failed_launch(state: State, job: JobRecord, gang: Gang) -> JobRecord:
-    """Record a failed launch at the nodes that could not launch their part, and those nodes at the job."""
-    failed = [
-        piece
-        for piece in gang.pieces
-        if piece.outcome.kind is OutcomeKind.LAUNCH_FAILED and not (piece.outcome.exit_code or piece.outcome.node_fault)
-    ]
-    if not failed:
-        return job
-    for piece in failed:
-        node = state.nodes.get(piece.claim.node)
-        if node is not None:
-            said = f"{job.name}: {piece.outcome.message}"
-            state.put_node(replace(node, launch_failures=node.launch_failures + 1, launch_failure=said))
-    nodes = dict.fromkeys([*job.launch_failed_on, *(piece.claim.node for piece in failed)])
-    return replace(job, launch_failed_on=tuple(nodes)[-_MOST_NODES:])
-
-
-def note_launched(state: State, gang: Gang) -> None:
-    """Record that the nodes of a gang can launch: it stepped, or its command ended by itself."""
-    for name in gang.nodes:
-        node = state.nodes.get(name)
-        if node is not None and node.launch_failures:
-            state.put_node(replace(node, launch_failures=0, launch_failure="", started_elsewhere=()))
-
-
-# Jobs that show that a node is at fault.
-_SHOW_A_FAULT: Final = 2
-
-
-def note_started_elsewhere(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> None:
-    """Record at the nodes that could not launch a job that it has started on others; cordon a node that two jobs have
-    shown to be at fault. A job that starts nowhere shows nothing of a node."""
-    for name in failed_on(state, job):
-        node = state.nodes[name]
-        if name in gang.nodes or job.number in node.started_elsewhere:
-            continue
-        jobs = (*node.started_elsewhere, job.number)[-_SHOW_A_FAULT:]
-        state.put_node(replace(node, started_elsewhere=jobs))
-        if len(jobs) == _SHOW_A_FAULT:
-            names = " and ".join(f"jobs/{number}" for number in jobs)
-            cordon(state, name, f"{names} could not be launched here, and started on other nodes", now, cause)
-
-
-def visible_to(jobs: Mapping[int, JobRecord], said: str, user: str) -> str:
-    """Return the part of a launch failure ("jobs/7: ...") that a user may read: of another user's job only the name,
-    for the rest names that user's files."""
-    name, _, _ = said.partition(":")
-    number = name.removeprefix("jobs/")
-    job = jobs.get(int(number)) if number.isdecimal() else None
-    is_own = job is not None and job.user == user
-    return said if is_own or not said else f"{name}: its user and operators see why"
-
-
-def failed_on(state: State, job: JobRecord) -> list[str]:
-    """Return the nodes on which the job could not be launched, and no other job has been since."""
-    return [name for name in job.launch_failed_on if (node := state.nodes.get(name)) and node.launch_failures]
-
-
-def could_go_elsewhere(state: State, job: JobRecord, closed: Sequence[str]) -> bool:
-    """Return whether the available nodes, without the closed ones, could hold the job if they were empty."""
-    shape = job.shape
-    shape = replace(shape, locality=replace(shape.locality, wish=None), arena_bytes_per_device=0)
-    return bool(BEST_FIT.place(CapacityIndex.of(state.view.vacant()), PlacementRequest(shape, avoid=frozenset(closed))))
 
 
 def note_failed_attempt(settings: CoreSettings, job: JobRecord, now: float) -> JobRecord:

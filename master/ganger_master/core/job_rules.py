@@ -18,7 +18,7 @@ from ganger.protocol.gang_orders import Mechanism
 from ganger.text import counted
 from msgspec.structs import replace
 
-from ganger_master.core import accounting, ending, reservations
+from ganger_master.core import accounting, node_faults, reservations
 from ganger_master.core.accounting import Owner
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.node_model import Node
@@ -180,11 +180,11 @@ def launch_failed_on(state: State, job: JobRecord) -> Collection[str]:
     """Nodes closed to a job that could not be launched there; none where it could go nowhere else."""
     if not job.launch_failed_on:
         return ()
-    failed = ending.failed_on(state, job)
+    failed = node_faults.failed_on(state, job)
     if not failed:
         return ()
     others = [name for name in state.nodes.choosy if _node_rule(job, state.nodes[name], ()) is not None]
-    return failed if ending.could_go_elsewhere(state, job, [*failed, *others]) else ()
+    return failed if node_faults.could_go_elsewhere(state, job, [*failed, *others]) else ()
 
 
 def _closed(state: State, job: JobRecord, node: str, reason: Reason) -> Refusal:
@@ -192,7 +192,7 @@ def _closed(state: State, job: JobRecord, node: str, reason: Reason) -> Refusal:
         return Refusal(reason, node=node, detail=f"{reason.meaning} ({state.nodes[node].reservation})")
     if reason is not Reason.LAUNCH_FAILED:
         return Refusal(reason, node=node, job=job.name)
-    failure = ending.visible_to(state.jobs, state.nodes[node].launch_failure, job.user)
+    failure = node_faults.visible_to(state.jobs, state.nodes[node].launch_failure, job.user)
     detail = f"{reason.meaning}: {failure}; it waits for another node, or for `ganger uncordon {node}`"
     return Refusal(reason, node=node, detail=detail)
 

@@ -1,16 +1,27 @@
 """Faults of a node and of its devices, as its daemon reports them: one list, each with its source and a reason. No gang
 gets a device with a fault. A node with a fault of its own is emptied as a drained one, until its daemon reports that
-the fault is gone. What an operator has marked stands beside it."""
+the fault is gone. What an operator has marked stands beside it.
+
+A node that could not launch a gang, by no fault of the command, is closed to that job until any gang has run there, its
+daemon begins a new session or an operator uncordons it, so that one bad node does not use up all its attempts. A node
+without which the job would find no place in the whole cluster stays open. Other jobs may use the node: one that can be
+launched nowhere would close one node after the other.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Final
 
+from ganger.cluster.capacity_index import CapacityIndex
+from ganger.cluster.preferences import BEST_FIT
+from ganger.cluster.search import PlacementRequest
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ganger_master.core.gang_model import Gang
+from ganger_master.core.gang_model import Gang, OutcomeKind
+from ganger_master.core.job_model import JobRecord
 from ganger_master.core.node_model import Node
 from ganger_master.core.plan_changes import Goal, Purpose
 from ganger_master.core.state import State
@@ -131,3 +142,75 @@ def note_faults(state: State, before: Node, node: Node, now: float, cause: str) 
     for which, fault in old.items():
         if which not in new:
             state.history(now, f"nodes/{node.name}", "node_healthy", cause, fault.text, source=fault.source)
+
+
+# -- failed launches ---------------------------------------------------------------------------------------------------
+
+# Nodes of a job that are remembered; a gang may be as wide as the cluster.
+_MOST_NODES: Final = 64
+
+
+def note_failed_launch(state: State, job: JobRecord, gang: Gang) -> JobRecord:
+    """Record a failed launch at the nodes that could not launch their part, and those nodes at the job."""
+    failed = [
+        piece
+        for piece in gang.pieces
+        if piece.outcome.kind is OutcomeKind.LAUNCH_FAILED and not (piece.outcome.exit_code or piece.outcome.node_fault)
+    ]
+    if not failed:
+        return job
+    for piece in failed:
+        node = state.nodes.get(piece.claim.node)
+        if node is not None:
+            failure = f"{job.name}: {piece.outcome.message}"
+            state.put_node(replace(node, launch_failures=node.launch_failures + 1, launch_failure=failure))
+    nodes = dict.fromkeys([*job.launch_failed_on, *(piece.claim.node for piece in failed)])
+    return replace(job, launch_failed_on=tuple(nodes)[-_MOST_NODES:])
+
+
+def note_launched(state: State, gang: Gang) -> None:
+    """Record that the nodes of a gang can launch: it stepped, or its command ended by itself."""
+    for name in gang.nodes:
+        node = state.nodes.get(name)
+        if node is not None and node.launch_failures:
+            state.put_node(replace(node, launch_failures=0, launch_failure="", started_elsewhere=()))
+
+
+# Jobs that show that a node is at fault.
+_SHOW_A_FAULT: Final = 2
+
+
+def note_started_elsewhere(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> None:
+    """Record at the nodes that could not launch a job that it has started on others; cordon a node that two jobs have
+    shown to be at fault. A job that starts nowhere shows nothing of a node."""
+    for name in failed_on(state, job):
+        node = state.nodes[name]
+        if name in gang.nodes or job.number in node.started_elsewhere:
+            continue
+        jobs = (*node.started_elsewhere, job.number)[-_SHOW_A_FAULT:]
+        state.put_node(replace(node, started_elsewhere=jobs))
+        if len(jobs) == _SHOW_A_FAULT:
+            names = " and ".join(f"jobs/{number}" for number in jobs)
+            cordon(state, name, f"{names} could not be launched here, and started on other nodes", now, cause)
+
+
+def visible_to(jobs: Mapping[int, JobRecord], failure: str, user: str) -> str:
+    """Return the part of a launch failure ("jobs/7: ...") that a user may read: of another user's job only the name,
+    for the rest names that user's files."""
+    name, _, _ = failure.partition(":")
+    number = name.removeprefix("jobs/")
+    job = jobs.get(int(number)) if number.isdecimal() else None
+    is_own = job is not None and job.user == user
+    return failure if is_own or not failure else f"{name}: its user and operators see why"
+
+
+def failed_on(state: State, job: JobRecord) -> list[str]:
+    """Return the nodes on which the job could not be launched, and no other job has been since."""
+    return [name for name in job.launch_failed_on if (node := state.nodes.get(name)) and node.launch_failures]
+
+
+def could_go_elsewhere(state: State, job: JobRecord, closed: Sequence[str]) -> bool:
+    """Return whether the available nodes, without the closed ones, could hold the job if they were empty."""
+    shape = job.shape
+    shape = replace(shape, locality=replace(shape.locality, wish=None), arena_bytes_per_device=0)
+    return bool(BEST_FIT.place(CapacityIndex.of(state.view.vacant()), PlacementRequest(shape, avoid=frozenset(closed))))

@@ -27,11 +27,10 @@ from ganger_master.core import availability, colocation, commands
 from ganger_master.core.answers import Approved, ChangeAnswer, Refused, RefusedError, Rejected
 from ganger_master.core.array_model import MEMBERS_LIMIT, PARAMETERS_LIMIT, StopRule, best
 from ganger_master.core.arrays import report_of
-from ganger_master.core.ending import visible_to
 from ganger_master.core.explain import as_it_is, reported_blockers
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
-from ganger_master.core.node_faults import service_reason
+from ganger_master.core.node_faults import service_reason, visible_to
 from ganger_master.core.node_model import Node, NodeState
 from ganger_master.core.preconditions import array_members, no_job
 from ganger_master.core.timeslice_groups import has_turn
