@@ -34,7 +34,7 @@ from ganger_master.core.job_model import JobRecord
 from ganger_master.core.node_model import Node, NodeState
 from ganger_master.core.tenancy import TeamIndex
 from ganger_master.core.usage import standings
-from ganger_master.runtime.publication import Distribution, MasterCounters
+from ganger_master.runtime.telemetry import Distribution, MasterCounters
 from ganger_master.runtime.writer import Writer
 
 

@@ -15,7 +15,7 @@ from ganger.cluster.resources import ConfigurationSet
 from ganger_master import metrics
 from ganger_master.core.node_model import Node
 from ganger_master.core.tenancy import Team, TeamIndex
-from ganger_master.runtime.publication import MasterCounters
+from ganger_master.runtime.telemetry import MasterCounters
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 ROOT = Path(__file__).parents[2]

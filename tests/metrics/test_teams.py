@@ -7,7 +7,7 @@ from ganger_master import metrics
 from ganger_master.core.accounting import UserUsage
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.tenancy import Team
-from ganger_master.runtime.publication import MasterCounters
+from ganger_master.runtime.telemetry import MasterCounters
 
 TEAMS = {"vision": Team(("ann", "eve"), 3.0, 8), "text": Team(("bob",))}
 

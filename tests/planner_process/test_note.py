@@ -11,7 +11,8 @@ import pytest
 from ganger.wire.endpoints import Endpoint
 from ganger_master.planner.memory import PlannerMemory
 from ganger_master.planner.migration_plans import MigrationMemory
-from ganger_master.planner_process.run import Note, Planner
+from ganger_master.planner_process.planner_files import Note
+from ganger_master.planner_process.run import Planner
 
 POLICY, NOW = "gandiva", 1_000.0
 

@@ -8,7 +8,7 @@ import pytest
 from ganger.cluster.refusals import Reason, Refusal
 from ganger_master.core.answers import Approved, ChangeAnswer, PlanAnswer, Rejected
 from ganger_master.core.events import HistoryRow
-from ganger_master.runtime.publication import Distribution, MasterCounters
+from ganger_master.runtime.telemetry import Distribution, MasterCounters
 
 
 def test_a_distribution_counts_what_is_at_most_each_bound() -> None:

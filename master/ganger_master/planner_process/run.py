@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from math import isfinite, nan
@@ -35,10 +34,10 @@ from ganger_master.core.plan_changes import CoresChange, PlanChange, StartChange
 from ganger_master.decision_log.recording import failure_of
 from ganger_master.planner.context import ClusterChange, Plan, PlanVerdict, ProgressReports, parts_of
 from ganger_master.planner.loop import PlannerLoop, live_loop, measures_jobs
-from ganger_master.planner.memory import PlannerMemory, Unusable, noted, packed, recalled
+from ganger_master.planner.memory import PlannerMemory
 from ganger_master.planner.rate_registry import ProgressReport, RateRegistry
 from ganger_master.planner.resource_trials import MemorySample
-from ganger_master.planner_process.plan_recorder import PlanRecorder
+from ganger_master.planner_process.planner_files import Note, PlanRecorder
 from ganger_master.policies import Policy, live_policy_named
 from ganger_master.policies.trials import TrialPace
 from ganger_master.rpc.node_selection_messages import reservation_from_wire
@@ -346,65 +345,6 @@ def _answer_of(change: PlanChange, verdict: scheduling_pb2.ChangeVerdict) -> Cha
         reason = refusals[0].message if refusals else ""
         log.info("change refused", extra={"job": change.number, "change": change.kind, "reason": reason})
     return ChangeAnswer(change.number, verdict.approved, verdict.revision, refusals)
-
-
-class Note:
-    """The file from which a planner continues what the one before it remembered. `path` None: nothing is noted.
-
-    A note is a hint: without it, or if it cannot be read or written, the planner logs that and measures again. It is
-    replaced whole and not synced: it is to survive processes, and jobs do not survive a machine. One writer.
-    """
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self._written = b""
-        self._has_failed = False
-
-    @property
-    def is_kept(self) -> bool:
-        return self._path is not None
-
-    def recall(self, policy: str, now: float, create_time: Callable[[int], float | None]) -> PlannerMemory | None:
-        """What was noted, as `planner.memory` has it; None where there is nothing that can be used."""
-        try:
-            content = b"" if self._path is None else self._path.read_bytes()
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            log.warning("note not read", extra={"path": str(self._path), "reason": error.strerror})
-            return None
-        found = recalled(content, policy, now, create_time) if self._path is not None else None
-        if isinstance(found, Unusable):
-            log.warning("note not used", extra={"path": str(self._path), "reason": found.why})
-            return None
-        return found
-
-    def write(self, memory: PlannerMemory, policy: str, now: float) -> None:
-        """Write the note, unless it equals the last one."""
-        packet = packed(memory)
-        if self._path is None or packet == self._written:
-            return
-        # Readable only by its owner: it names nodes and what jobs do.
-        new = self._path.with_name(f"{self._path.name}.new")
-        try:
-            descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(noted(packet, policy, now))
-            new.replace(self._path)
-        except OSError as error:
-            if not self._has_failed:
-                log.warning("note not written", extra={"path": str(self._path), "reason": error.strerror})
-            self._has_failed = True
-            return
-        self._written, self._has_failed = packet, False
-
-    def forget(self) -> None:
-        """Remove the note, so that a planner that failed by it is not followed by one that does so again."""
-        if self._path is not None:
-            try:
-                self._path.unlink(missing_ok=True)
-            except OSError as error:
-                log.warning("note not removed", extra={"path": str(self._path), "reason": error.strerror})
 
 
 # -- what the master sends, as events of the loop: jobs and nodes as one commit left them ------------------------------

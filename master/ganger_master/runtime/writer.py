@@ -33,10 +33,10 @@ from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 from ganger_master.core.state_image import restored
 from ganger_master.decision_log.recorder import AttachedRecording, DecisionRecording
-from ganger_master.runtime.job_traces import JobTraces
 from ganger_master.runtime.leadership import Ownership
-from ganger_master.runtime.publication import CommittedState, LeaseStreams, MasterCounters, Publication, publication_of
+from ganger_master.runtime.publication import CommittedState, LeaseStreams, Publication, publication_of
 from ganger_master.runtime.state_directory import DatabaseMarks
+from ganger_master.runtime.telemetry import JobTraces, MasterCounters
 from ganger_master.store import tables
 from ganger_master.store.tables import (
     Codec,

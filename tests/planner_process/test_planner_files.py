@@ -31,7 +31,7 @@ from ganger_master.decision_log.recording import (
 from ganger_master.decision_log.rerun import Broke, Differs, Ended, Entry, JudgedPlan, Made, PlanRerun
 from ganger_master.planner.context import ClusterChange, Plan, PlanVerdict, ProgressReports
 from ganger_master.planner.loop import PlannerLoop
-from ganger_master.planner_process.plan_recorder import PlanRecorder
+from ganger_master.planner_process.planner_files import PlanRecorder
 from ganger_master.planner_process.run import Planner
 from ganger_master.policies.trials import TrialPace
 from ganger_master.rpc import scheduling_service

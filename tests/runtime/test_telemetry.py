@@ -15,7 +15,7 @@ from ganger.tracing import ROOT, JobTracer
 from ganger_master.core.events import HistoryRow
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.job_spec import JobSpec
-from ganger_master.runtime.job_traces import JobTraces
+from ganger_master.runtime.telemetry import JobTraces
 
 pytest.importorskip("opentelemetry.sdk")
 
