@@ -25,9 +25,8 @@ from ganger import __version__, program_setup
 from ganger.failpoints import Failpoints
 from ganger.service_unit import ServiceManager
 from ganger.wire.endpoints import EndpointError, address_for_clients, is_loopback
-from ganger.wire.methods import CallerRole
 from ganger.wire.revocation import Revocations
-from ganger.wire.tls import Renewed, check_directory, server_context, tell_end
+from ganger.wire.tls import Renewed, server_context
 
 from ganger_master.config import Config
 from ganger_master.core.accounting import by_user
@@ -43,11 +42,13 @@ from ganger_master.rpc.server import MasterServer
 from ganger_master.runtime import state_directory as retention
 from ganger_master.runtime.publication import ProgressBoard
 from ganger_master.runtime.state_directory import (
-    STORAGE_TOKEN,
     DatabaseMarks,
     MasterObstacle,
     StartError,
     StateDirectory,
+    check_authority,
+    check_certificate,
+    check_storage,
     obstacle_of,
     storage_token,
 )
@@ -191,9 +192,9 @@ class Master:
         self._directory = StateDirectory(config.state_dir)
         self.token = self._directory.token()
         if config.tls is not None:
-            _check_certificate(config.tls)
+            check_certificate(config.tls)
         if config.authority is not None:
-            _check_authority(config.authority)
+            check_authority(config.authority)
         try:
             is_planned = live_policy_named(config.policy).is_planned or needs_planner(config.teams, config.partitions)
         except (KeyError, ValueError) as error:
@@ -272,7 +273,7 @@ class Master:
     async def _open(self, writer: Writer) -> None:
         """Take the database over, unless that is done, and start the writer on it. Raises StoreError and StartError."""
         await writer.start()
-        _check_storage(writer.state.counters.storage_token, _core_settings(self.config))
+        check_storage(writer.state.counters.storage_token, _core_settings(self.config))
 
     async def _lead(self, writer: Writer, beside: DatabaseMarks) -> None:
         """Do what only the master that leads does, beside answering calls."""
@@ -414,35 +415,6 @@ def _core_settings(config: Config) -> CoreSettings:
         finished_bytes_limit=_FINISHED_BYTES,
         quota_devices=by_user(config.quotas),
     )
-
-
-def _check_storage(token: str, settings: CoreSettings) -> None:
-    """Raise StartError unless storage is where this cluster's checkpoints are: no daemon would be accepted."""
-    if token and token != settings.storage_token:
-        raise StartError(
-            f"--storage {settings.storage} is not the storage of this cluster, where its checkpoints are"
-            f" (another {STORAGE_TOKEN}): give the former one, or move all that it holds, that file too, to this one",
-            MasterObstacle.SETTING,
-        )
-
-
-def _check_certificate(directory: Path) -> None:
-    """Raises StartError unless it is a master's, and does."""
-    try:
-        check_directory(directory, (CallerRole.MASTER,))
-        tell_end(directory)
-    except EndpointError as error:
-        raise StartError(str(error), MasterObstacle.RIGHTS) from error
-
-
-def _check_authority(directory: Path) -> None:
-    """Raises StartError unless the directory holds an authority and its key."""
-    from ganger.wire.certificate_authority import CertificateError, read_authority
-
-    try:
-        read_authority(directory)
-    except CertificateError as error:
-        raise StartError(f"--authority: {error}", MasterObstacle.RIGHTS) from error
 
 
 def _obstacle_of(error: StoreError | EndpointError) -> MasterObstacle:

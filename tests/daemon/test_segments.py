@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from daemon.kit import Cluster, Intents, Observed, in_phase, run, with_changes
 from ganger.agent.v1 import agent_pb2
-from ganger_daemon.gang import gang_memory
+from ganger_daemon.gang import shared_memory
 from kit.waiting import eventually
 
 pytestmark = pytest.mark.system
@@ -166,8 +166,8 @@ def test_what_a_process_maps_or_has_open_is_known_by_its_inode(prefix: str) -> N
     segment = SharedMemory(f"{prefix}mapped", create=True, size=4096)
     path = SHARED / f"{prefix}open"
     with path.open("wb"):
-        held = gang_memory.held_by(os.getpid())
-        assert {gang_memory.id_of(path.stat()), gang_memory.id_of((SHARED / segment.name).stat())} <= held
-    assert gang_memory.id_of(path.stat()) not in gang_memory.held_by(os.getpid())
+        held = shared_memory.held_by(os.getpid())
+        assert {shared_memory.id_of(path.stat()), shared_memory.id_of((SHARED / segment.name).stat())} <= held
+    assert shared_memory.id_of(path.stat()) not in shared_memory.held_by(os.getpid())
     segment.close()
     segment.unlink()

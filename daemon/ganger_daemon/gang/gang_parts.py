@@ -27,11 +27,12 @@ from ganger_daemon.gang.gang_context import (
     with_spec_of,
 )
 from ganger_daemon.gang.gang_launcher import GangLauncher
-from ganger_daemon.gang.gang_memory import MemoryTrial, MemoryWatch, Segments, WorkingSet, memory_limit_bytes
+from ganger_daemon.gang.gang_memory import MemoryTrial, MemoryWatch, WorkingSet, memory_limit_bytes
 from ganger_daemon.gang.incoming import IncomingState
 from ganger_daemon.gang.launch_plan import has_no_agent
 from ganger_daemon.gang.process_image import GangImages
 from ganger_daemon.gang.rank_launch import RankLaunch
+from ganger_daemon.gang.shared_memory import Segments
 from ganger_daemon.gang.step_rate import IdleWatch, StallWatch, StepRate, UtilizationMeter
 from ganger_daemon.gang.taken_devices import CorePinning, TakenDevices
 from ganger_daemon.node.daemon_files import read_json, write_hint

@@ -31,11 +31,15 @@ import msgspec
 from ganger.job_state import JobState
 from ganger.text import os_failure, os_reason
 from ganger.wire import endpoints
+from ganger.wire.endpoints import EndpointError
+from ganger.wire.methods import CallerRole
+from ganger.wire.tls import check_directory, tell_end
 
 from ganger_master.core.commands import Marks, RecordedEnd
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.node_model import Counters, Element
+from ganger_master.core.settings import CoreSettings
 
 LOCK: Final = "master.lock"
 STORAGE_TOKEN: Final = ".ganger-token"
@@ -375,3 +379,32 @@ def _is_directory(path: Path) -> bool:
         return stat.S_ISDIR(path.lstat().st_mode)
     except FileNotFoundError:
         return False
+
+
+def check_storage(token: str, settings: CoreSettings) -> None:
+    """Raise StartError unless storage is where this cluster's checkpoints are: no daemon would be accepted."""
+    if token and token != settings.storage_token:
+        raise StartError(
+            f"--storage {settings.storage} is not the storage of this cluster, where its checkpoints are"
+            f" (another {STORAGE_TOKEN}): give the former one, or move all that it holds, that file too, to this one",
+            MasterObstacle.SETTING,
+        )
+
+
+def check_certificate(directory: Path) -> None:
+    """Raises StartError unless it is a master's, and does."""
+    try:
+        check_directory(directory, (CallerRole.MASTER,))
+        tell_end(directory)
+    except EndpointError as error:
+        raise StartError(str(error), MasterObstacle.RIGHTS) from error
+
+
+def check_authority(directory: Path) -> None:
+    """Raises StartError unless the directory holds an authority and its key."""
+    from ganger.wire.certificate_authority import CertificateError, read_authority
+
+    try:
+        read_authority(directory)
+    except CertificateError as error:
+        raise StartError(f"--authority: {error}", MasterObstacle.RIGHTS) from error
