@@ -402,7 +402,7 @@ class Master:
                 uids = frozenset(job.uid for job in self.writer.committed.jobs.values() if not job.state.is_finished)
                 ends = await asyncio.to_thread(retention.noted_ends, storage, uids)
                 ends |= await asyncio.to_thread(beside.ends, uids)
-                self.writer.tell(NoteEnds(ends))
+                self.writer.enqueue(NoteEnds(ends))
             await asyncio.sleep(_LOOK_S)
 
 

@@ -44,14 +44,14 @@ class Drive:
         self.residue_bytes = 0
         self.sessions: dict[str, str] = {}
         self.observations = 0
-        self.told: list[HistoryRow] = []
+        self.history: list[HistoryRow] = []
         for number in range(1, nodes + 1):
             self.join(f"n{number}")
 
     def step(self, command: Command) -> Answer:
         self.now += 0.01
         done = machine.step(self.state, command, self.now)
-        self.told += done.effects.history
+        self.history += done.effects.history
         assert violations(self.state) == []
         for turn in done.effects.turns:
             lease = self.state.leases.get(turn)

@@ -76,7 +76,7 @@ def leave(drive: Drive, number: int) -> None:
 
 
 def told(drive: Drive, subject: str) -> list[str]:
-    return [entry.kind for entry in drive.told if entry.subject == subject]
+    return [entry.kind for entry in drive.history if entry.subject == subject]
 
 
 def test_members_are_the_jobs_behind_the_arrays_number_each_with_its_parameters() -> None:
@@ -176,7 +176,7 @@ def test_members_that_do_worse_are_stopped_and_end_as_such_with_what_they_had_re
     assert loser.failure is None
     assert loser.reason == "halving: accuracy 0.1 at step 10: 2 others did better, and 2 go on"
     assert told(drive, loser.name)[-2:] == ["stop_ordered", "job_stopped"]
-    stop = next(entry for entry in drive.told if entry.kind == "stop_ordered")
+    stop = next(entry for entry in drive.history if entry.kind == "stop_ordered")
     assert stop.cause == "arrays/1"
     assert stop.figures == {"metric": "accuracy", "value": "0.1", "rung": "0", "at": "10"}
 
@@ -239,7 +239,7 @@ def test_a_member_that_never_reported_what_its_rule_judges_by_says_so_at_its_end
     drive.observe("n1", done)
     assert drive.job(number).state is JobState.SUCCEEDED
     assert told(drive, f"jobs/{number}")[-1 - len(kinds) :] == [*kinds, "job_succeeded"]
-    ended = next(row.figures for row in drive.told if row.kind == "member_ended")
+    ended = next(row.figures for row in drive.history if row.kind == "member_ended")
     assert ended.get("loss") == (None if loss is None else f"{loss:g}")
 
 
@@ -251,8 +251,8 @@ def test_an_array_is_cancelled_as_a_whole_and_its_end_is_recorded() -> None:
     leave(drive, numbers[0])
     assert all(drive.job(number).state is JobState.CANCELLED for number in numbers)
     assert told(drive, "arrays/1") == ["array_submitted", "cancel_ordered", *["member_ended"] * 3, "array_ended"]
-    assert drive.told[-1].figures == {"cancelled": "3"}
-    ended = {row.figures["member"]: row.figures for row in drive.told if row.kind == "member_ended"}
+    assert drive.history[-1].figures == {"cancelled": "3"}
+    ended = {row.figures["member"]: row.figures for row in drive.history if row.kind == "member_ended"}
     assert [name for name, figures in ended.items() if "run_s" in figures] == ["1_0"], "of those that stepped"
     assert drive.step(CancelArray(1)) == ArrayAnswer(1)
     missing = drive.step(CancelArray(77))

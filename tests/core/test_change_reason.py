@@ -51,7 +51,7 @@ def test_the_explanation_names_jobs_that_make_room_and_the_history_their_costs()
     drive.step(ProposePlan((move(drive, 1, place("n2", 0b1100)),), kept_places=(KeepPlace(3, place("n1", 0b1111)),)))
     assert making_room_for(drive.state, 3) == (RoomInProgress(1, HOLE, ("n1",), ("n2",), GangPhase.MOVING),)
     assert (making_room_for(drive.state, 2), kept_for(drive.state, 3)) == ((), ("n1",))
-    begun = next(one for one in drive.told if one.kind == "move_begun")
+    begun = next(one for one in drive.history if one.kind == "move_begun")
     assert begun.figures["goal"] == "HOLE"
     assert begun.figures["for"] == "jobs/3"
     assert begun.figures["saved_gpu_seconds"] == "80.0"
@@ -63,7 +63,7 @@ def test_the_explanation_names_jobs_that_make_room_and_the_history_their_costs()
     drive.seen(1, destination, ObservedPhase.READY, 40)
     runs = replace(drive.report(drive.state.gangs[destination], ObservedPhase.RUNNING), first_step_time=1_000.25)
     drive.observe("n2", *drive.others("n2", destination), runs)
-    done = next(one for one in drive.told if one.kind == "move_done")
+    done = next(one for one in drive.history if one.kind == "move_done")
     assert (done.figures["pause_ms"], done.figures["goal"]) == ("250.0", "HOLE")
     assert drive.job(1).move_pause_s == 0.25
     assert making_room_for(drive.state, 3) == ()
@@ -107,5 +107,5 @@ def test_what_was_found_after_a_change_is_in_the_history_of_its_job() -> None:
     drive = fragmented()
     findings = (TrialFinding(1, Goal.LOCALITY, True, 1.25, 0.01), TrialFinding(99, Goal.LOCALITY, False, 0.5))
     drive.step(ProposePlan((), findings=findings))
-    (told,) = [one for one in drive.told if one.kind.startswith("change_")]
+    (told,) = [one for one in drive.history if one.kind.startswith("change_")]
     assert (told.subject, told.kind, told.figures["gain"]) == ("jobs/1", "change_kept", "1.250")

@@ -90,7 +90,7 @@ def test_a_machine_booted_with_other_hardware_is_accepted_and_its_jobs_continue_
     assert (drive.state.nodes.devices, drive.state.nodes.free_devices) == (kind.devices, kind.devices)
     assert epoch not in drive.state.gangs
     assert drive.job(number).state is (JobState.PENDING if level is None else JobState.SUSPENDED)
-    (told,) = [entry for entry in drive.told if entry.kind == "node_changed"]
+    (told,) = [entry for entry in drive.history if entry.kind == "node_changed"]
     assert told.message == f"was 'v4', came back as {kind.name!r}"
 
 

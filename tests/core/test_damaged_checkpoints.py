@@ -75,7 +75,7 @@ def test_the_checkpoint_before_is_used_and_reported_and_later_ones_count_as_newe
     assert job.state is JobState.PENDING
     assert (job.failures, job.launch_failures) == (0, 0)
     assert f"/storage/20-{first}" in job.trouble
-    (told,) = [entry for entry in drive.told if entry.kind == "checkpoint_unreadable"]
+    (told,) = [entry for entry in drive.history if entry.kind == "checkpoint_unreadable"]
     assert dict(told.figures)["goes_on_from"] == "10"
     epoch = drive.start(number)
     restore = drive.state.gangs[epoch].restore

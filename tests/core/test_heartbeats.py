@@ -48,7 +48,7 @@ def test_a_silent_node_takes_no_gangs_and_as_soon_as_it_calls_it_does() -> None:
     call(drive, "n2")
     assert state_of(drive, "n2") is NodeState.READY
     drive.start(waiting)
-    told = [(entry.kind, entry.message) for entry in drive.told if entry.subject == "nodes/n2"]
+    told = [(entry.kind, entry.message) for entry in drive.history if entry.subject == "nodes/n2"]
     assert told[-2:] == [("node_silent", "it has not called for 90 s"), ("node_ready", "it calls again")]
 
 

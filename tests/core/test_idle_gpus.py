@@ -58,12 +58,12 @@ def wait(drive: Drive, seconds: float) -> None:
 
 
 def kinds(drive: Drive, number: int) -> list[str]:
-    return [row.kind for row in drive.told if row.subject == f"jobs/{number}" and row.kind.startswith("gpus_")]
+    return [row.kind for row in drive.history if row.subject == f"jobs/{number}" and row.kind.startswith("gpus_")]
 
 
 def texts(drive: Drive, number: int) -> list[str]:
     """What `ganger history` prints of its use of GPUs, and of its suspends."""
-    rows = [row for row in drive.told if row.subject == f"jobs/{number}"]
+    rows = [row for row in drive.history if row.subject == f"jobs/{number}"]
     wanted = ("gpus_idle", "gpus_used", "suspend_ordered")
     return [sentence(HistoryEvent(r.time, r.kind, r.cause, r.message, r.figures)) for r in rows if r.kind in wanted]
 

@@ -30,7 +30,7 @@ def test_a_load_that_rises_and_falls_again_flips_the_mode_exactly_twice() -> Non
     flips = [after for before, after in pairwise(modes) if before is not after]
     assert flips == [LoadMode.PACK, LoadMode.SPREAD]
     assert modes[0] is LoadMode.SPREAD
-    told = [event for event in drive.told if event.kind == "mode_changed"]
+    told = [event for event in drive.history if event.kind == "mode_changed"]
     assert [(event.subject, event.cause, event.figures) for event in told] == [
         ("cluster", "load", {"mode": "PACK", "held": "14", "of": "20"}),
         ("cluster", "load", {"mode": "SPREAD", "held": "7", "of": "20"}),
@@ -49,7 +49,7 @@ def test_a_restarted_master_keeps_the_mode_until_all_nodes_have_reported() -> No
     assert drive.state.view.mode is LoadMode.PACK
     drive.state = restarted(drive)
     assert drive.state.view.mode is LoadMode.PACK
-    drive.told.clear()
+    drive.history.clear()
     for node in ("n1", "n2"):
         answer = drive.step(OpenSession(node, f"machine-{node}", SERVER))
         assert isinstance(answer, SessionAnswer)
@@ -59,7 +59,7 @@ def test_a_restarted_master_keeps_the_mode_until_all_nodes_have_reported() -> No
         running = [drive.report(gang, ObservedPhase.RUNNING) for gang in drive.on(node)]
         drive.observe(node, *running, version=0)
         assert drive.state.view.mode is LoadMode.PACK
-    assert not [event for event in drive.told if event.kind == "mode_changed"]
+    assert not [event for event in drive.history if event.kind == "mode_changed"]
 
 
 def test_a_node_that_is_lost_after_a_restart_is_waited_for_no_longer() -> None:

@@ -32,7 +32,7 @@ def test_a_node_whose_prolog_fails_is_cordoned_with_the_reason_and_the_job_goes_
     node = ends(drive, number, OutcomeKind.LAUNCH_FAILED, FAULT)
     assert drive.state.nodes[node].state is NodeState.CORDONED
     assert drive.state.nodes[node].state_reason == f"{FAULT} (jobs/1)"
-    assert [row.kind for row in drive.told if row.subject == f"nodes/{node}"][-1] == "node_cordoned"
+    assert [row.kind for row in drive.history if row.subject == f"nodes/{node}"][-1] == "node_cordoned"
     job = drive.job(number)
     assert (job.state, job.failures, job.launch_failures, job.launch_failed_on) == (JobState.PENDING, 0, 0, ())
     assert [claim.node for (claim,) in drive.places(number)] == [{"n1": "n2", "n2": "n1"}[node]]
@@ -103,7 +103,7 @@ def reports(
 def kinds(drive: Drive, node: str) -> list[tuple[str, str]]:
     return [
         (row.kind, row.message)
-        for row in drive.told
+        for row in drive.history
         if row.subject == f"nodes/{node}" and row.kind in ("node_unhealthy", "node_healthy")
     ]
 
@@ -198,7 +198,9 @@ def test_the_history_names_why_a_job_leaves_its_node(nodes: int, cause: str, why
             reports(drive, "n1", CHECK)
         case _:
             reports(drive, "n1", {}, {0: "XID 64"})
-    told = [(row.kind, row.figures.get("why")) for row in drive.told if row.kind in ("move_begun", "suspend_ordered")]
+    told = [
+        (row.kind, row.figures.get("why")) for row in drive.history if row.kind in ("move_begun", "suspend_ordered")
+    ]
     assert told == [("move_begun" if nodes == 2 else "suspend_ordered", why)]
 
 

@@ -88,7 +88,7 @@ def test_a_move_that_stands_still_is_undone_at_its_deadline_and_names_the_late_n
     assert drive.state.gangs[source].intent is GangIntent.RUN
     assert drive.state.gangs[source].phase in (GangPhase.RUNNING, GangPhase.STARTING)
     assert drive.state.gangs[destination].intent is GangIntent.STOP
-    said = [one for one in drive.told if one.kind == "move_aborted"]
+    said = [one for one in drive.history if one.kind == "move_aborted"]
     assert [one.message for one in said] == [POINTS[point]]
     assert job.trouble == f"its move was given up: {POINTS[point]}"
     # Once its daemon reports that it is gone, nothing of it is held.

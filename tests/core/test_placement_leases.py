@@ -260,11 +260,11 @@ def test_a_lease_begins_when_it_is_sent_however_long_the_commit_took() -> None:
     number = drive.submit(job_of(1))
     turn = drive.state.leases[drive.state.leases.turn_of[number]]
     drive.now = turn.expires + 5.0
-    drive.step(Tick(told=turn.turn - 1))
+    drive.step(Tick(newest_sent=turn.turn - 1))
     assert drive.state.leases.lost_turns == {}
     begun = drive.state.leases[turn.turn]
     assert begun.expires == drive.now + CoreSettings().turn_lease_s
-    drive.step(Tick(told=turn.turn))
+    drive.step(Tick(newest_sent=turn.turn))
     assert drive.state.leases == {turn.turn: begun}, "told once, it is told for good"
     drive.now = begun.expires - 0.1
     drive.start(number)
@@ -275,7 +275,7 @@ def test_a_lease_that_was_sent_and_not_used_is_taken_back() -> None:
     number = drive.submit(job_of(1))
     turn = drive.state.leases[drive.state.leases.turn_of[number]]
     drive.now = turn.expires
-    drive.step(Tick(told=turn.turn))
+    drive.step(Tick(newest_sent=turn.turn))
     assert drive.state.leases.lost_turns == {number: 1}
     assert drive.state.leases.turn_of[number] != turn.turn
 

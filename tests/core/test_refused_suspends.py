@@ -30,7 +30,7 @@ def refuse(drive: Drive, epoch: int, level: SuspendLevel = SuspendLevel.PAUSE) -
 
 
 def history(drive: Drive) -> list[str]:
-    return [entry.kind for entry in drive.told]
+    return [entry.kind for entry in drive.history]
 
 
 def test_a_running_job_runs_on_and_says_why_it_was_not_suspended() -> None:

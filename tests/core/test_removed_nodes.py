@@ -50,7 +50,7 @@ def test_a_lost_node_and_what_was_lost_with_it_are_forgotten() -> None:
     assert set(drive.state.nodes) == {"n2"} == set(drive.state.view.names()) == set(drive.state.gangs.places_on)
     assert epoch not in drive.state.gangs
     assert ("node", "n1") in drive.state.take_changes().removes
-    assert drive.told[-1].kind == "node_removed"
+    assert drive.history[-1].kind == "node_removed"
     assert drive.job(number).state is JobState.PENDING
     restarted(drive)
     assert set(drive.state.nodes) == {"n2"}

@@ -129,10 +129,10 @@ def test_an_update_changes_what_it_names(changes: dict[str, Any], expected: dict
     before = drive.state.reservations["upgrade"]
     assert isinstance(drive.step(UpdateReservation("upgrade", **changes, user="eve")), Done)
     assert drive.state.reservations == {"upgrade": replace(before, **expected)}
-    assert drive.told[-1].kind == "reservation_updated"
-    rows = len(drive.told)
+    assert drive.history[-1].kind == "reservation_updated"
+    rows = len(drive.history)
     assert isinstance(drive.step(UpdateReservation("upgrade", **changes, user="eve")), Done)
-    assert len(drive.told) == rows, "it is so already"
+    assert len(drive.history) == rows, "it is so already"
 
 
 @pytest.mark.parametrize(
@@ -494,9 +494,9 @@ def test_a_job_leaves_a_node_for_the_only_one_that_is_not_reserved_for_others() 
 
 def test_the_history_has_when_a_reservation_begins_and_how_long_it_is() -> None:
     drive = reserved(replace(UPGRADE, reason="disks"))
-    began = next(row for row in drive.told if row.kind == "nodes_reserved")
+    began = next(row for row in drive.history if row.kind == "nodes_reserved")
     assert began.message == "upgrade: 1 node for maintenance (disks), in 16m 39s for 16m 40s"
     at(drive, 1_400.0)
     drive.step(UpdateReservation("upgrade", duration_s=700.0, user="eve"))
-    changed = next(row for row in reversed(drive.told) if row.kind == "reservation_updated")
+    changed = next(row for row in reversed(drive.history) if row.kind == "reservation_updated")
     assert changed.message == "upgrade: 1 node for maintenance (disks), for another 5m"

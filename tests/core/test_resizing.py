@@ -50,7 +50,7 @@ def test_a_job_grows_while_it_runs_and_holds_no_device_twice() -> None:
     drive.runs(number)
     drive.gone(number, source)
     assert drive.held(number) == {0: 1, 1: 1, 2: 1, 3: 1}
-    assert [event.kind for event in drive.told if event.kind.startswith("resize")] == [
+    assert [event.kind for event in drive.history if event.kind.startswith("resize")] == [
         "resize_begun",
         "resize_committed",
     ]

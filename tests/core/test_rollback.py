@@ -64,7 +64,7 @@ class Found:
         )  # fmt: skip
         return ObservedGang(
             self.job, self.uid, self.epoch, self.phase, self.sequence, device_mask=mask,
-            told=None if self.phase is ObservedPhase.ENDED else told, outcome=Outcome(self.outcome),
+            newest_order=None if self.phase is ObservedPhase.ENDED else told, outcome=Outcome(self.outcome),
             level=told.level if self.phase is ObservedPhase.PARKED else SuspendLevel.NONE,
             stop_step=3 if self.phase is ObservedPhase.PARKED else 0, capabilities=ALL_LEVELS,
         )  # fmt: skip
@@ -156,7 +156,7 @@ def test_each_reported_gang_has_one_verdict_and_no_device_of_a_quarantined_one_i
 
 def _require_no_contradiction(drive: Drive, gangs: list[Found], epoch: int) -> None:
     """The gang that a job has is the newest that may step, is there with all its parts, and has its devices alone."""
-    adopted = {(row.kind, str(row.figures.get("epoch"))) for row in drive.told}
+    adopted = {(row.kind, str(row.figures.get("epoch"))) for row in drive.history}
     found = [one for one in gangs if one.epoch == epoch]
     if not found or ("gang_adopted", str(epoch)) not in adopted:
         return
@@ -207,7 +207,7 @@ def test_a_report_without_descriptions_takes_nothing_from_an_earlier_one() -> No
         drive.join(node)
         drive.observe(node, *([gang.on(node)] if node in gang.nodes else []), version=0)
     for node in gang.nodes:
-        drive.observe(node, replace(gang.on(node), told=None), version=0)
+        drive.observe(node, replace(gang.on(node), newest_order=None), version=0)
     drive.now += 60.0
     drive.step(NoteEnds({}))
     assert adopt(drive, gang) == JobAnswer(7)

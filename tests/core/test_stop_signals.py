@@ -57,7 +57,7 @@ def test_a_suspended_job_rests_on_storage_once_its_script_has_left() -> None:
     job = cluster.job(number)
     assert (job.state, job.suspended_level, job.epoch) == (JobState.SUSPENDED, SuspendLevel.CHECKPOINT, 0)
     assert (job.failures, job.preemptions) == (0, 0)
-    assert any(row.kind == "gang_parked" and row.message == SAVED.message for row in cluster.told)
+    assert any(row.kind == "gang_parked" and row.message == SAVED.message for row in cluster.history)
     cluster.step(ResumeJob(number))
     assert cluster.state.gangs[cluster.start(number)].restore == Restore()
 

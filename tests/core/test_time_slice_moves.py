@@ -259,7 +259,7 @@ def test_the_reason_of_a_move_is_recorded(six: Six) -> None:
     changes = six.beside(five, three)
     changes[4] = replace(changes[4], purpose=Purpose(Goal.FAIRNESS))
     assert six.propose(*changes) == [None] * 6
-    begun = [one for one in six.told if one.kind == "move_begun"]
+    begun = [one for one in six.history if one.kind == "move_begun"]
     assert [one.figures["goal"] for one in begun] == [Goal.FAIRNESS.value]
 
 

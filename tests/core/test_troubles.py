@@ -28,7 +28,7 @@ def test_skipped_checkpoints_of_a_running_job_show_until_they_are_written_again(
         drive.observe("n1", replace(running, trouble=text))
         assert shown() == f"nodes/n1: {text}"
         assert explain(drive.state, number, drive.now).assumption.endswith(f"; nodes/n1: {text}")
-    told = [(entry.subject, entry.message) for entry in drive.told if entry.kind == "trouble"]
+    told = [(entry.subject, entry.message) for entry in drive.history if entry.kind == "trouble"]
     assert told == [(f"jobs/{number}", FULL)]
     drive.observe("n1", running)
     assert shown() == ""

@@ -146,17 +146,17 @@ def test_priority_time_and_name_can_be_changed_until_the_end_all_else_until_the_
 def test_the_history_names_the_user_and_what_changed(change: dict[str, Any], told: str) -> None:
     drive = Drive()
     assert update(drive, waiting(drive), **change) == ""
-    entry = drive.told[-1]
+    entry = drive.history[-1]
     assert (entry.subject, entry.kind, entry.cause, entry.message) == ("jobs/1", "job_updated", "user:ann", told)
 
 
 def test_what_changes_nothing_leaves_no_trace() -> None:
     drive = Drive()
     number = running(drive)
-    before, told = drive.job(number), len(drive.told)
+    before, told = drive.job(number), len(drive.history)
     assert update(drive, number, priority=0, memory_bytes=4 * GIB) == ""
     assert drive.job(number) is before
-    assert len(drive.told) == told
+    assert len(drive.history) == told
 
 
 def test_all_violations_are_reported_at_once_with_their_place_in_the_request() -> None:
@@ -413,8 +413,8 @@ def test_an_array_update_changes_every_unfinished_member_and_names_those_that_ca
     assert isinstance(answer, UpdateAnswer)
     assert (answer.updated, [(one, why.reason) for one, why in answer.refused]) == (1, [(second, "UPDATE_REFUSED")])
     assert [drive.job(one).spec.priority for one in (first, second, third)] == [0, 5, 6], "all of it or nothing"
-    assert [entry.kind for entry in drive.told if entry.subject == "arrays/1"][-1] == "array_updated"
-    told = drive.told[-1]
+    assert [entry.kind for entry in drive.history if entry.subject == "arrays/1"][-1] == "array_updated"
+    told = drive.history[-1]
     assert (told.message, told.figures) == ("priority 5 -> 6, memory of a task 4G -> 1G", {"members": "1"})
 
 
@@ -498,7 +498,7 @@ def test_a_job_names_the_cores_that_its_user_gave_it_while_it_ran() -> None:
     submitted = drive.job(number).spec
     assert drive.step(RetuneJob(number, 3_500, user="ann")) == JobAnswer(number)
     assert named_cores(drive, number) == [3_500]
-    assert [entry.kind for entry in drive.told[-2:]] == ["job_updated", "cores_changed"]
+    assert [entry.kind for entry in drive.history[-2:]] == ["job_updated", "cores_changed"]
     assert drive.job(number).submitted_spec == submitted, "a repeated submission is still recognised"
     held = drive.state.gangs[drive.job(number).epoch].claims
     assert drive.step(RetuneJob(number, 0, user="ann")) == JobAnswer(number)

@@ -46,7 +46,7 @@ OF_ITS_SHELL = {"is_kept"}
 
 
 def test_whatever_a_state_knows_is_in_its_image_or_follows_from_it() -> None:
-    imaged = set(Image.__struct_fields__) - {"told", "requested", "last_said", "turns"} | {"last_reports", "leases"}
+    imaged = set(Image.__struct_fields__) - {"sent", "requested", "turns"} | {"leases"}
     assert set(attributes(State(CoreSettings()))) == imaged | DERIVED | OF_A_BATCH | OF_ITS_SHELL
 
 

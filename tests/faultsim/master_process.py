@@ -103,7 +103,7 @@ class SimMaster:
         # Decided, and not durable yet.
         self._in_flight: list[Released] = []
         # The newest turn that was let out.
-        self._told = 0
+        self._newest_sent = 0
         # When the alarm that is set is due, by the engine.
         self._due: float | None = None
 
@@ -219,7 +219,7 @@ class SimMaster:
         self.is_up = True
         self._next_commit = self._last_commit = self.engine.now
         self._due = None
-        self._told = 0
+        self._newest_sent = 0
         found = violations(self.state)
         if found:
             raise RuleBrokenError(f"after a restart: {'; '.join(found)}")
@@ -301,9 +301,9 @@ class SimMaster:
 
     def _give(self, turns: Sequence[GrantedLease]) -> None:
         """Their leases begin now."""
-        if turns[0].is_told_late(self.now()):
-            self.call(Tick(told=self._told))
-        self._told = turns[-1].turn
+        if turns[0].is_sent_late(self.now()):
+            self.call(Tick(newest_sent=self._newest_sent))
+        self._newest_sent = turns[-1].turn
         self.on_turns([self.state.leases[turn.turn] for turn in turns if turn.turn in self.state.leases])
 
     def _set_alarm(self, time: float) -> None:
@@ -317,7 +317,7 @@ class SimMaster:
         def tick() -> None:
             if incarnation == self.incarnation and self._due == due:
                 self._due = None
-                self.call(Tick(told=self._told))
+                self.call(Tick(newest_sent=self._newest_sent))
 
         self.engine.after(
             due - self.engine.now + (self.engine.between(0.0, self.faults.late_alarm_seconds) if late else 0.0), tick

@@ -263,7 +263,7 @@ class SimDaemon:
         elif ranks is None or not self.turns.rules(ranks, told):
             self.physics.obey(self.name, told)
         elif told.master_sequence >= ranks.wanted.master_sequence:
-            ranks.told = told
+            ranks.newest_order = told
 
     def _obey(self, desired: DesiredSet) -> None:
         before = self._observed()
@@ -335,7 +335,7 @@ class SimDaemon:
             devices_idle=phase is ObservedPhase.RUNNING and self._is_idle(ranks),
             residue_bytes=(residue,) * self.configuration_set.devices if measures else (),
             kept_memory_bytes=int(self.physics.memory_used * ranks.order.claim.memory_bytes) if measures else 0,
-            told=_told(ranks) if gang.epoch in self.describe else None,
+            newest_order=_newest_order(ranks) if gang.epoch in self.describe else None,
         )
 
     def _is_idle(self, ranks: Ranks) -> bool:
@@ -353,7 +353,7 @@ class SimDaemon:
         return replace(self.offers, resize=True, resize_divides=_GLOBAL_BATCH)
 
 
-def _told(ranks: Ranks) -> StoredOrder:
+def _newest_order(ranks: Ranks) -> StoredOrder:
     wanted, restore = ranks.wanted, ranks.wanted.restore
     return StoredOrder(
         master_sequence=wanted.master_sequence,

@@ -57,7 +57,7 @@ class Ranks:
     outcome: OutcomeKind = OutcomeKind.NONE
     message: str = ""
     # What the master wants, where it does not follow at once; and the switch (set epoch, sequence) obeyed under it.
-    told: DesiredGang | None = None
+    newest_order: DesiredGang | None = None
     switch: tuple[int, int] = (0, 0)
     # It has its devices, and may use them.
     occupies: bool = False
@@ -83,7 +83,7 @@ class Ranks:
     @property
     def wanted(self) -> DesiredGang:
         """By the master."""
-        return self.told or self.order
+        return self.newest_order or self.order
 
     @property
     def may_be_read(self) -> bool:
@@ -179,7 +179,7 @@ class Physics:
             ranks.trouble = ""
         ranks.order, ranks.switch = order, switch
         if switch == (0, 0):
-            ranks.told = None
+            ranks.newest_order = None
         if ranks.occupies:
             self._occupy(ranks)
         if self.ignores_stops(ranks):

@@ -142,7 +142,7 @@ class DaemonTurns:
         switch = (wanted.order.set_epoch, wanted.order.local_sequence)
         physics.follow(ranks, order, switch)
         if switch != (0, 0):
-            ranks.told = told
+            ranks.newest_order = told
 
     def _heard(self, ranks: Ranks) -> int:
         """The relay of boundaries is here what peers that are up are seen to do."""

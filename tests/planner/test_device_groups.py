@@ -37,7 +37,7 @@ class Paired(Packing, Planned):
     def table(self) -> LiveTable:
         table = LiveTable()
         for job in self.state.jobs.values():
-            table.put(*self.as_told(job))
+            table.put(*self.as_received(job))
         return table
 
     def pair(self, spec: JobSpec) -> tuple[int, int]:
@@ -73,7 +73,7 @@ def test_mates_in_an_updated_table_equal_those_in_a_new_one() -> None:
 
     def updated() -> dict[int, tuple[int, ...]]:
         for job in drive.state.jobs.values():
-            kept.put(*drive.as_told(job))
+            kept.put(*drive.as_received(job))
         found = dict(kept.groups.co_located)
         rows, facts = kept.facts(drive.now)
         firsts = [found[number][0] if number in found else -1 for number in facts.number.tolist()]

@@ -44,7 +44,7 @@ def test_a_stage_that_fails_leaves_the_committed_state_to_the_next_plan_which_is
     failing = Failing()
     loop._stages.append(failing)
     view = drive.state.view.copy()
-    jobs = [(*drive.as_told(job), 0) for job in drive.state.jobs.values()]
+    jobs = [(*drive.as_received(job), 0) for job in drive.state.jobs.values()]
     loop.observe(ClusterChange(view, jobs, is_whole=True), drive.now)
     committed = [replace(row, version=0) for row in view.rows()]
     with pytest.raises(AssertionError, match="are held already"):

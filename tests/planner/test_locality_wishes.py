@@ -41,7 +41,7 @@ class Placed(Moved):
     def changes(self, may_stop: bool = False, is_news: bool = True) -> tuple[PlanChange, ...]:
         table = LiveTable()
         for job in self.state.jobs.values():
-            table.put(*self.as_told(job))
+            table.put(*self.as_received(job))
         context = context_of(
             self.policy,
             table,

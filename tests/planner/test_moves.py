@@ -75,7 +75,7 @@ class Moved(Planned):
     def found(self, kept_out: ExcludedJobs = NONE_EXCLUDED, may_stop: bool = False) -> PlanDraft:
         table = LiveTable()
         for job in self.state.jobs.values():
-            table.put(*self.as_told(job))
+            table.put(*self.as_received(job))
         view = self.state.view.copy()
         rows = [replace(row, version=0) for row in view.rows()]
         draining = tuple(self.state.nodes.draining)
@@ -346,7 +346,7 @@ def exchanged(drive: Moved, numbers: list[int]) -> list[PlanChange]:
     """Return the first changes of a plan by which two gangs change places."""
     table = LiveTable()
     for job in drive.state.jobs.values():
-        table.put(*drive.as_told(job))
+        table.put(*drive.as_received(job))
     room = CapacityIndex(drive.state.view.copy())
     context = context_of(drive.policy, table, room, drive.now, rates=drive.rates)
     migration = MigrationContext(context, Trial(room), makes_room=True)
@@ -421,7 +421,7 @@ def test_a_pair_that_lies_apart_is_moved_closer_and_stays_if_it_is_faster() -> N
     (finding,) = drive.findings
     assert (finding.number, finding.goal, finding.kept) == (pair, Goal.LOCALITY, True)
     assert finding.gain == pytest.approx(1.4, rel=0.02)
-    (told,) = [one for one in drive.told if one.kind == "change_kept"]
+    (told,) = [one for one in drive.history if one.kind == "change_kept"]
     assert told.figures["goal"] == "LOCALITY"
     # What was learned of it is known of all like it: two points say so now.
     assert 0.6 < drive.moving.outcomes.locality("alike").relative_speed(2, 2, LocalityLevel.CLUSTER) < 0.75
@@ -546,7 +546,7 @@ def test_a_move_that_did_not_help_is_undone_and_not_made_again() -> None:
     assert drive.proposed() == [("MOVE", pair)]
     (finding,) = drive.findings
     assert (finding.kept, finding.detail) == (False, f"it goes back to {' '.join(source)}")
-    (told,) = [one for one in drive.told if one.kind == "change_undone"]
+    (told,) = [one for one in drive.history if one.kind == "change_undone"]
     assert told.figures["detail"] == finding.detail
     gang = drive.state.gangs[drive.job(pair).next_epoch]
     assert gang.nodes == source

@@ -37,7 +37,7 @@ class Shared(Moved):
     def found(self, kept_out: ExcludedJobs = NONE_EXCLUDED, may_stop: bool = False) -> PlanDraft:
         table = LiveTable()
         for job in self.state.jobs.values():
-            table.put(*self.as_told(job))
+            table.put(*self.as_received(job))
         view = self.state.view.copy()
         context = context_of(
             self.policy,

@@ -113,7 +113,7 @@ def tried() -> Tried:
 
 
 def told(drive: Tried, kind: str) -> list[dict[str, str]]:
-    return [dict(one.figures) for one in drive.told if one.kind == kind]
+    return [dict(one.figures) for one in drive.history if one.kind == kind]
 
 
 def test_no_trial_begins_while_every_job_has_a_device() -> None:

@@ -51,7 +51,7 @@ class Planned(Drive):
         super().__init__(nodes, CoreSettings(policy=policy, quota_devices=quotas, teams=teams))
         self.policy = policy_named(policy)
 
-    def as_told(self, job: JobRecord) -> tuple[JobRecord, Gang | None]:
+    def as_received(self, job: JobRecord) -> tuple[JobRecord, Gang | None]:
         message = scheduling_pb2.LiveJob()
         live_job_to_wire(job, self.state.gangs.get(job.epoch), message)
         told, gang = live_job_from_wire(scheduling_pb2.LiveJob.FromString(message.SerializeToString()))
@@ -71,7 +71,7 @@ class Planned(Drive):
         teams = TeamUse(settings.teams, settings.usage_half_life_s) if settings.teams else None
         table = LiveTable(limits=self.state.limits, teams=teams)
         for job in self.state.jobs.values():
-            table.put(*self.as_told(job))
+            table.put(*self.as_received(job))
         table.close(closed)
         view = self.state.view.copy()
         rows = [replace(row, version=0) for row in view.rows()]
@@ -287,7 +287,7 @@ def test_devices_are_counted_where_gangs_can_have_them() -> None:
     def gpus() -> int:
         table = LiveTable()
         for job in drive.state.jobs.values():
-            table.put(*drive.as_told(job))
+            table.put(*drive.as_received(job))
         return capacity_of(drive.state.view, table).gpus
 
     assert gpus() == 8
@@ -358,7 +358,7 @@ def test_a_planner_is_told_the_size_that_a_job_has_or_is_bound_to() -> None:
     ).candidates
     drive.step(ProposePlan((StartChange(number, drive.job(number).revision, claims),)))
     drive.runs(number)
-    told, gang = drive.as_told(drive.job(number))
+    told, gang = drive.as_received(drive.job(number))
     assert gang is not None
     assert (told.gpus, gang.devices, told.spec.gpus_max) == (3, 3, 4)
     table = LiveTable()
@@ -366,4 +366,4 @@ def test_a_planner_is_told_the_size_that_a_job_has_or_is_bound_to() -> None:
     assert table.held_gpus == 3
     drive.step(ProposePlan((SuspendChange(number, drive.job(number).revision, level=SuspendLevel.OFFLOAD),)))
     drive.rests(number)
-    assert drive.as_told(drive.job(number))[0].gpus == 3
+    assert drive.as_received(drive.job(number))[0].gpus == 3

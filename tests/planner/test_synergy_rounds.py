@@ -67,7 +67,7 @@ class Rounds(Planned):
 
     def plans(self) -> list[tuple[str, int]]:
         """Propose what is due now; every change must be approved."""
-        jobs = [(*self.as_told(job), 0) for job in self.state.jobs.values()]
+        jobs = [(*self.as_received(job), 0) for job in self.state.jobs.values()]
         view = self.state.view.copy()
         self.loop.observe(ClusterChange(view, jobs, is_whole=True), self.now)
         plan, _ = self.loop.step(self.now)
@@ -241,7 +241,7 @@ def test_a_node_that_is_removed_during_a_round_ends_the_wait_for_its_places() ->
         drive.rests(number)
     view = drive.state.view.copy()
     view.remove(emptied)
-    jobs = [(*drive.as_told(job), 0) for job in drive.state.jobs.values()]
+    jobs = [(*drive.as_received(job), 0) for job in drive.state.jobs.values()]
     drive.loop.observe(ClusterChange(view, jobs, is_whole=True), drive.now)
     plan, _ = drive.loop.step(drive.now)
     assert plan is None or gang not in [change.number for change in plan.changes]
@@ -271,7 +271,7 @@ def test_a_reservation_that_begins_during_a_round_ends_the_wait_for_places_on_it
     for number in moved:
         drive.rests(number)
     reserved = Reservation("paper", (emptied,), drive.now - 1.0, drive.now + 60.0, ("ann",))
-    jobs = [(*drive.as_told(job), 0) for job in drive.state.jobs.values()]
+    jobs = [(*drive.as_received(job), 0) for job in drive.state.jobs.values()]
     drive.loop.observe(ClusterChange(drive.state.view.copy(), jobs, is_whole=True, reservations=(reserved,)), drive.now)
     plan, _ = drive.loop.step(drive.now)
     assert plan is None or gang not in [change.number for change in plan.changes]

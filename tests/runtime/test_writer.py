@@ -265,7 +265,7 @@ def test_the_lease_of_a_turn_begins_when_its_holder_is_told_and_not_before_the_c
             answered = writer.submit(Answer("n1", opened.session))
             clock.now = late.expires + 1.0
             if goes_off:
-                writer.tell(Tick(told=late.turn - 1))
+                writer.enqueue(Tick(newest_sent=late.turn - 1))
                 clock.now += 1.0
             store.gate.set()
             assert await submitted == JobAnswer(1)

@@ -250,7 +250,7 @@ class ObservedGang(Struct, frozen=True, gc=False):
     # It has made no step and used no device for as long as the daemon was to wait.
     devices_idle: bool = False
     # The order that the daemon has for it; only where the master requested that.
-    told: StoredOrder | None = None
+    newest_order: StoredOrder | None = field(default=None, name="told")
 
 
 class FinishedGang(Struct, frozen=True, gc=False):
@@ -421,13 +421,13 @@ class ClaimTurns(Struct, frozen=True, gc=False):
 class Tick(Struct, frozen=True, gc=False):
     """Time has passed. The shell sends a tick at the last `wake_at`, and before all else when the clock was set (by
     `set_by` seconds, forward or back) or the master stood still. `looks_again`: the shell has lost what it did not
-    store; draw the consequences of the nodes' reports anew. `told`: the newest lease that was sent; None where leases
-    are sent at once."""
+    store; draw the consequences of the nodes' reports anew. `newest_sent`: the newest lease that was sent; None where
+    leases are sent at once."""
 
     set_by: float = 0.0
     stood_still: bool = False
     looks_again: bool = False
-    told: int | None = None
+    newest_sent: int | None = field(default=None, name="told")
 
 
 JobCommand: TypeAlias = SubmitJob | CancelJob | UpdateJob | SuspendJob | ResumeJob | MoveJob | RetuneJob | ResizeJob

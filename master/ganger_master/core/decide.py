@@ -304,7 +304,11 @@ def _note_ends(state: State, command: commands.NoteEnds, now: float) -> Decision
 
 def _tick(state: State, command: commands.Tick, now: float) -> Decision:
     passed = events.TimePassed(
-        now, set_by=command.set_by, stood_still=command.stood_still, looks_again=command.looks_again, told=command.told
+        now,
+        set_by=command.set_by,
+        stood_still=command.stood_still,
+        looks_again=command.looks_again,
+        newest_sent=command.newest_sent,
     )
     return (passed,), Done()
 

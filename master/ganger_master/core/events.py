@@ -281,13 +281,14 @@ class ChangeJudged(Event, frozen=True, gc=False):
 
 
 class TimePassed(Event, frozen=True, gc=False):
-    """Time has passed. `set_by`: seconds by which the clock was set. `told`: the newest sent lease; None: all were."""
+    """Time has passed. `set_by`: seconds by which the clock was set. `newest_sent`: the newest lease that was sent;
+    None: all were."""
 
     cause: str = "clock"
     set_by: float = 0.0
     stood_still: bool = False
     looks_again: bool = False
-    told: int | None = None
+    newest_sent: int | None = None
 
 
 class HistoryRow(Struct, frozen=True, gc=False):

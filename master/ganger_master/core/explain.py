@@ -155,10 +155,10 @@ def _explain(state: State, job: JobRecord, now: float, has_planner: bool) -> Exp
         stuck = (*_silent_nodes(state, job, now), *leaving)
         if stuck:
             return Explanation(stuck, assumption=_at_rest(state, job))
-        said = "" if job.state.is_finished else job.trouble or trouble_of(state.gangs.get(job.epoch))
-        if said in (END_UNKNOWN, FOUND_AT_REST) and job.state is JobState.SUSPENDED:
-            return Explanation((), assumption=said)
-        trouble = f"; {said}" if said else ""
+        trouble = "" if job.state.is_finished else job.trouble or trouble_of(state.gangs.get(job.epoch))
+        if trouble in (END_UNKNOWN, FOUND_AT_REST) and job.state is JobState.SUSPENDED:
+            return Explanation((), assumption=trouble)
+        trouble = f"; {trouble}" if trouble else ""
         return Explanation((), assumption=_at_rest(state, job) + trouble)
     if state.partitions and (refusal := refusal_by_partition(state, job, job.gpus)) is not None:
         never = (
@@ -285,8 +285,8 @@ def _ranked(state: State, job: JobRecord) -> Refusal:
 
 def _with_standing(state: State, job: JobRecord, refusal: Refusal, now: float) -> Refusal:
     """Return what the ranking means, with the use and share of the job's team, if there are teams."""
-    told = usage.standing(state, job.user, now) if refusal.reason is Reason.RANKED else ""
-    return replace(refusal, detail=f"{refusal.detail}; {told}") if told else refusal
+    standing = usage.standing(state, job.user, now) if refusal.reason is Reason.RANKED else ""
+    return replace(refusal, detail=f"{refusal.detail}; {standing}") if standing else refusal
 
 
 def _takes_no_turns(state: State, job: JobRecord) -> str:

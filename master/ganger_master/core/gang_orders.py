@@ -325,7 +325,7 @@ def project_node(state: State, node: Node, version: int = 0) -> DesiredSet:
         [
             stray.epoch
             for stray in node.strays
-            if stray.quarantined and stray.told is None and stray.phase is not ObservedPhase.ENDED
+            if stray.quarantined and stray.newest_order is None and stray.phase is not ObservedPhase.ENDED
         ]
     )
     rows = rows_on(state, node.name)
@@ -334,7 +334,9 @@ def project_node(state: State, node: Node, version: int = 0) -> DesiredSet:
 
 def undescribed(gangs: Iterable[ObservedGang]) -> tuple[int, ...]:
     """Return the epochs of living gangs whose orders the daemon has not sent yet."""
-    return tuple(sorted({gang.epoch for gang in gangs if gang.told is None and gang.phase is not ObservedPhase.ENDED}))
+    return tuple(
+        sorted({gang.epoch for gang in gangs if gang.newest_order is None and gang.phase is not ObservedPhase.ENDED})
+    )
 
 
 def rows_on(state: State, node: str) -> tuple[DesiredSlices, ...]:
@@ -401,7 +403,7 @@ def _desired_stray(state: State, node: str, stray: Stray) -> DesiredGang:
         epoch=stray.epoch,
         master_sequence=stray.master_sequence,
         intent=GangIntent.STOP,
-        claim=stray.told.claim if stray.told is not None else Claim(node, stray.device_mask, (), 0),
+        claim=stray.newest_order.claim if stray.newest_order is not None else Claim(node, stray.device_mask, (), 0),
         grace_s=state.settings.grace_s if stray.is_ordered else 0.0,
         needs_spec=False,
     )

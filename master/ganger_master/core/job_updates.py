@@ -82,10 +82,10 @@ def carry_out(state: State, event: events.JobUpdated) -> None:
 
 def carry_out_array(state: State, event: events.ArrayUpdated) -> None:
     now, cause, (number, spec) = event.time, event.cause, event.specs[0]
-    told = _change_text(state.jobs[number].spec, spec)
+    change = _change_text(state.jobs[number].spec, spec)
     for number, spec in event.specs:
         carry_out(state, events.JobUpdated(now, cause, number, spec, event.update, event.request_id))
-    state.history(now, f"arrays/{event.number}", "array_updated", cause, told, members=len(event.specs))
+    state.history(now, f"arrays/{event.number}", "array_updated", cause, change, members=len(event.specs))
 
 
 class _Aspect(NamedTuple):

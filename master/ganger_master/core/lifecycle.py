@@ -163,8 +163,8 @@ def trouble_of(gang: Gang | None) -> str:
     """Return the troubles that its parts report, by node; empty if there are none. The gang continues all the same."""
     if gang is None:
         return ""
-    told = {piece.trouble: f"nodes/{piece.claim.node}: {piece.trouble}" for piece in gang.pieces if piece.trouble}
-    return "; ".join(told.values())
+    texts = {piece.trouble: f"nodes/{piece.claim.node}: {piece.trouble}" for piece in gang.pieces if piece.trouble}
+    return "; ".join(texts.values())
 
 
 def is_refused(gang: Gang, piece: Piece) -> bool:

@@ -352,7 +352,7 @@ def _time_passed(state: State, event: events.TimePassed) -> None:
         state.queue.kept_by_plan = {}
     idle_gpus.follow(state, now)
     availability.follow(state, now, event.cause)
-    placement_leases.expire(state, now, event.told)
+    placement_leases.expire(state, now, event.newest_sent)
     ending.forget(state, now)
 
 

@@ -39,7 +39,7 @@ class Stray(Struct, frozen=True, gc=False, omit_defaults=True):
     note: str = ""
     phase: ObservedPhase = ObservedPhase.NONE
     # Once the daemon has sent it.
-    told: StoredOrder | None = None
+    newest_order: StoredOrder | None = field(default=None, name="told")
     level: SuspendLevel = SuspendLevel.NONE
     stop_step: int = 0
     residue_bytes: tuple[int, ...] = ()

@@ -30,8 +30,8 @@ def observe(state: State, report: Observe, now: float, cause: str) -> None:
         gang = state.gangs.get(observed.epoch)
         before = state.gangs.last_reports.get((report.node, observed.epoch))
         if gang is not None and before is not None and before[1] is gang and before[2] is state.jobs[gang.job]:
-            said = before[0]
-            if said is observed or said == observed:
+            former = before[0]
+            if former is observed or former == observed:
                 # Nothing new, of a gang that is what it was: most of what daemons report.
                 continue
         piece = gang.piece(report.node) if gang is not None else None

@@ -146,11 +146,11 @@ def valid_turn(state: State, number: int, turn: int, now: float) -> GrantedLease
     return held if held is not None and held.number == number and now <= held.expires else None
 
 
-def expire(state: State, now: float, told: int | None = None) -> None:
+def expire(state: State, now: float, newest_sent: int | None = None) -> None:
     """Take back leases that were not used; their jobs get another one, behind jobs that have had none yet.
 
-    told: the last lease that was sent. Leases after it begin now at the earliest."""
-    for number in [number for number in state.leases if told is not None and number > told]:
+    newest_sent: the last lease that was sent. Leases after it begin now at the earliest."""
+    for number in [number for number in state.leases if newest_sent is not None and number > newest_sent]:
         turn = state.leases[number]
         state.leases.put(replace(turn, expires=now + state.settings.turn_lease_s))
     for turn in [turn for turn in state.leases.values() if now > turn.expires]:

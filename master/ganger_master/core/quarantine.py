@@ -68,7 +68,7 @@ def stray_of(observed: ObservedGang, quarantined: bool, note: str, before: Stray
         master_sequence=before.master_sequence if before is not None else observed.master_sequence + 1,
         quarantined=quarantined if before is None else before.quarantined,
         note=note if before is None else before.note,
-        told=observed.told or (before.told if before is not None else None),
+        newest_order=observed.newest_order or (before.newest_order if before is not None else None),
         is_ordered=before is not None and before.is_ordered,
     )
 
@@ -200,12 +200,12 @@ def _job_of(state: State, parts: Mapping[str, Stray], now: float) -> JobRecord |
     part = next(iter(parts.values()))
     known = state.jobs.get(part.job)
     if known is None:
-        told = part.told
-        if told is None or told.spec is None:
+        order = part.newest_order
+        if order is None or order.spec is None:
             return "its daemon has not sent what it runs; wait a moment, or end it"
         if not part.job:
             return "its daemon does not name a job"
-        return JobRecord(part.job, part.uid, told.user, told.spec, now, pending_since=now)
+        return JobRecord(part.job, part.uid, order.user, order.spec, now, pending_since=now)
     if known.uid != part.uid:
         return f"{known.name} is another job by now; end it, and submit its job anew"
     if known.state.is_finished or known.ending is not None:
@@ -222,10 +222,10 @@ def adoptable_gang(state: State, job: JobRecord, epoch: int, parts: Mapping[str,
     known = state.gangs.get(epoch)
     if known is not None and known.job != job.number:
         return f"its epoch is that of another gang by now, of {state.jobs[known.job].name}"
-    told = [part.told for part in parts.values() if part.told is not None]
-    if len(told) < len(parts):
-        return "its daemon has not sent what it was told; wait a moment"
-    newest = max(told, key=lambda one: one.master_sequence)
+    orders = [part.newest_order for part in parts.values() if part.newest_order is not None]
+    if len(orders) < len(parts):
+        return "its daemon has not sent its order; wait a moment"
+    newest = max(orders, key=lambda one: one.master_sequence)
     missing = [name for name in newest.nodes if name not in parts]
     if missing or len(newest.nodes) != len(parts):
         return f"its part on {', '.join(missing) or 'another node'} is not there"
@@ -348,7 +348,7 @@ def _other_on(state: State, job: JobRecord, claim: Claim) -> Stray | None:
     for stray in state.nodes[claim.node].strays:
         if stray.phase is ObservedPhase.PARKED and stray.level is SuspendLevel.OFFLOAD:
             continue
-        shared = stray.told.claim.shared_mask if stray.told is not None else 0
+        shared = stray.newest_order.claim.shared_mask if stray.newest_order is not None else 0
         overlap = stray.device_mask & claim.device_mask & ~(shared & claim.shared_mask)
         if stray.holds_back and stray.uid != job.uid and overlap:
             return stray
@@ -417,8 +417,8 @@ def _piece(state: State, job: JobRecord, part: Stray, claim: Claim, stop_sequenc
 
 
 def _order_of(part: Stray) -> StoredOrder:
-    assert part.told is not None, "looked at before"
-    return part.told
+    assert part.newest_order is not None, "looked at before"
+    return part.newest_order
 
 
 # Why a job is suspended although no user has suspended it.

@@ -32,7 +32,7 @@ class GrantedLease(Struct, frozen=True, gc=False):
     # Where a plan would start the job, with its cores and its number of devices.
     suggested: tuple[Claim, ...] = ()
 
-    def is_told_late(self, now: float) -> bool:
+    def is_sent_late(self, now: float) -> bool:
         """Return whether so much of the lease has passed before it is sent that it must begin anew."""
         return now - self.given > _AT_ONCE * (self.expires - self.given)
 

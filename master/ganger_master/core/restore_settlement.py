@@ -117,9 +117,9 @@ def newest_living(state: State, alive: LiveGangs) -> int:
 
 def may_step(state: State, epoch: int, parts: Mapping[str, ObservedGang]) -> bool:
     """Return whether a gang is neither ending nor the destination of a move that is not committed."""
-    gang, told = state.gangs.get(epoch), [part.told for part in parts.values() if part.told is not None]
-    if told:
-        return max(told, key=lambda one: one.master_sequence).intent not in (GangIntent.STOP, GangIntent.PREPARE)
+    gang = state.gangs.get(epoch)
+    if orders := [part.newest_order for part in parts.values() if part.newest_order is not None]:
+        return max(orders, key=lambda one: one.master_sequence).intent not in (GangIntent.STOP, GangIntent.PREPARE)
     # A daemon that cannot describe the order: by the database, or by the phases.
     if gang is not None and max(part.master_sequence for part in parts.values()) <= gang.master_sequence:
         return gang.intent not in (GangIntent.STOP, GangIntent.PREPARE)
@@ -153,7 +153,7 @@ def is_as_stored(state: State, epoch: int, parts: Mapping[str, ObservedGang], al
     if alive.keys() - set(state.gangs.epochs_of.get(job.number, ())):
         return False
     if epoch not in state.gangs.set_of and any(
-        part.told is not None and part.told.is_sliced for part in parts.values()
+        part.newest_order is not None and part.newest_order.is_sliced for part in parts.values()
     ):
         return False
     return all(part.master_sequence <= gang.master_sequence for part in parts.values())
@@ -175,7 +175,7 @@ def _nodes_of(state: State, job: JobRecord, epoch: int, parts: Mapping[str, Fini
     gang = state.gangs.get(epoch)
     if gang is not None:
         return len(gang.nodes)
-    orders = [part.told for part in quarantine.quarantined_parts(state, job.uid, epoch).values()]
+    orders = [part.newest_order for part in quarantine.quarantined_parts(state, job.uid, epoch).values()]
     known = [len(order.nodes) for order in orders if order is not None]
     return max([*known, *(part.nodes for part in parts.values())])
 
@@ -330,7 +330,7 @@ def _note_parts(state: State, alive: _Living, over: Mapping[str, EndedGangs], re
             node = piece.claim.node
             part = there.get(node)
             if part is not None:
-                pieces.append(_shared_as_described(piece, gang, part.told))
+                pieces.append(_shared_as_described(piece, gang, part.newest_order))
             elif gang.intent is GangIntent.STOP or node in ended:
                 pieces.append(_ended(piece, ended.get(node), reports))
             else:

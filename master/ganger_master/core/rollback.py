@@ -128,7 +128,7 @@ def note_report(state: State, report: Observe, now: float) -> None:
     describes an order only when it is asked to."""
     note_reported_ids(state, report)
     earlier = state.reports.get(report.node)
-    described = {gang.epoch: gang.told for gang in report.gangs if gang.told is not None}
+    described = {gang.epoch: gang.newest_order for gang in report.gangs if gang.newest_order is not None}
     state.reports[report.node] = RestoreReport(now, report, {**(earlier.described if earlier else {}), **described})
     state.dirty.wants[report.node] = None
 
@@ -143,8 +143,8 @@ def _completed(reported: RestoreReport) -> Observe:
     gangs = []
     for gang in reported.report.gangs:
         order = reported.described.get(gang.epoch)
-        is_same = gang.told is None and order is not None and order.master_sequence == gang.master_sequence
-        gangs.append(replace(gang, told=order) if is_same else gang)
+        is_same = gang.newest_order is None and order is not None and order.master_sequence == gang.master_sequence
+        gangs.append(replace(gang, newest_order=order) if is_same else gang)
     return replace(reported.report, gangs=tuple(gangs))
 
 
@@ -155,7 +155,7 @@ def by_job(reports: Mapping[str, Observe]) -> tuple[dict[str, LiveGangs], dict[s
     for name, report in reports.items():
         for gang in report.gangs:
             if gang.phase is ObservedPhase.ENDED:
-                nodes = len(gang.told.nodes) if gang.told is not None else 0
+                nodes = len(gang.newest_order.nodes) if gang.newest_order is not None else 0
                 part = FinishedGang(gang.job, gang.uid, gang.epoch, gang.outcome, nodes, gang.checkpoint)
                 over.setdefault(gang.uid, {}).setdefault(gang.epoch, {})[name] = part
             else:

@@ -76,14 +76,14 @@ class Image(Struct, frozen=True, gc=False):
     unheard: tuple[str, ...] = ()
     # Versions of what nodes are to want, by node, and members as sent that differ from the present ones.
     desired: Mapping[str, int] = field(default_factory=dict)
-    told: tuple[SentMembers, ...] = ()
+    sent: tuple[SentMembers, ...] = field(default=(), name="told")
     reports: Mapping[str, tuple[float, Observe]] = field(default_factory=dict)
     ends: Mapping[str, RecordedEnd] | None = None
     last_answer: Mapping[str, float] = field(default_factory=dict)
     left_by: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     drained_in_vain: Mapping[int, tuple[int, float]] = field(default_factory=dict)
     # The last report of gangs that have not changed since, with its node.
-    last_said: tuple[tuple[str, ObservedGang], ...] = ()
+    last_reports: tuple[tuple[str, ObservedGang], ...] = field(default=(), name="last_said")
     next_silence_check: float | None = None
     refusals: Mapping[int, tuple[Refusal, ...]] = field(default_factory=dict)
     blocked: Blocked | None = None
@@ -139,9 +139,9 @@ def image_of(state: State) -> Image:
     parts.update({_field(path): tuple(attrgetter(path)(state)) for path in _SETS})
     parts.update({_field(path): tuple(attrgetter(path)(state).values()) for path in _VALUES})
     reports = sorted(state.gangs.last_reports.items(), key=itemgetter(0))
-    last_said = [
-        (name, said)
-        for (name, epoch), (said, gang, job) in reports
+    last_reports = [
+        (name, report)
+        for (name, epoch), (report, gang, job) in reports
         if state.gangs.get(epoch) is gang and state.jobs.get(gang.job) is job
     ]
     return Image(
@@ -149,8 +149,8 @@ def image_of(state: State) -> Image:
         counters=replace(state.counters),
         view=image_of_view(state.view),
         desired={name: desired.version for name, desired in state.desired.items()},
-        told=tuple(_sent_members(state)),
-        last_said=tuple(last_said),
+        sent=tuple(_sent_members(state)),
+        last_reports=tuple(last_reports),
         turns=tuple(state.leases.values()),
         requested=tuple(state.jobs.requests.values()),
         rows_seen=tuple([(node, seen) for (_, node), seen in state.gangs.rows_seen.items()]),
@@ -190,11 +190,11 @@ def state_of(image: Image) -> State:
     state.queue.blocked = image.blocked
     for name, version in image.desired.items():
         state.desired[name] = project_node(state, state.nodes[name], version)
-    for told in image.told:
-        _restore_sent(state, told)
-    for name, said in image.last_said:
-        gang = state.gangs[said.epoch]
-        state.gangs.last_reports[name, said.epoch] = (said, gang, state.jobs[gang.job])
+    for sent in image.sent:
+        _restore_sent(state, sent)
+    for name, report in image.last_reports:
+        gang = state.gangs[report.epoch]
+        state.gangs.last_reports[name, report.epoch] = (report, gang, state.jobs[gang.job])
     state.take_changes()
     state.dirty = Dirty()
     usage.restore(state, image.started)
@@ -267,17 +267,17 @@ def _addresses(node: Node | None) -> tuple[str, str]:
     return ("", "") if node is None else (node.peer_address, node.stream_address)
 
 
-def _restore_sent(state: State, told: SentMembers) -> None:
-    gang = state.gangs[told.epoch]
+def _restore_sent(state: State, sent: SentMembers) -> None:
+    gang = state.gangs[sent.epoch]
     job, settings = state.jobs[gang.job], state.settings
     nodes = [None] * len(gang.pieces)
-    source = None if told.source is None else Party(gang, job, settings, nodes, None, _members=told.source)
+    source = None if sent.source is None else Party(gang, job, settings, nodes, None, _members=sent.source)
     tried = party_of(state, gang).trial_memory_bytes
-    party = Party(gang, job, settings, nodes, source, tried, told.members)
-    state.desired.projected[told.node][told.epoch] = Projected(party, state.gangs.places_on[told.node][told.epoch])
-    before = state.desired[told.node]
-    wanted = tuple(state.desired.projected[told.node].values())
-    state.desired[told.node] = replace(before, wanted=wanted)
+    party = Party(gang, job, settings, nodes, source, tried, sent.members)
+    state.desired.projected[sent.node][sent.epoch] = Projected(party, state.gangs.places_on[sent.node][sent.epoch])
+    before = state.desired[sent.node]
+    wanted = tuple(state.desired.projected[sent.node].values())
+    state.desired[sent.node] = replace(before, wanted=wanted)
 
 
 _T = TypeVar("_T")

@@ -415,8 +415,8 @@ def row_of(node: Node, topology: Topology, held: Sequence[Claim], affinity: int 
             free_cores[index] -= millicores
     for stray in node.strays:
         used_mask |= stray.device_mask
-        if stray.told is not None and stray.device_mask:
-            claim = stray.told.claim
+        if stray.newest_order is not None and stray.device_mask:
+            claim = stray.newest_order.claim
             used_memory += claim.memory_bytes + claim.arena_bytes
             used_bandwidth = more_bandwidth(used_bandwidth, claim.bandwidth)
             for index, millicores in enumerate(claim.millicores[: len(free_cores)]):

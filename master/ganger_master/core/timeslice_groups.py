@@ -328,10 +328,15 @@ def _nodes_of(state: State, epochs: Iterable[int]) -> tuple[str, ...]:
 
 def running_row(node_set: TimesliceGroup, seen: Mapping[tuple[int, str], ObservedSlices]) -> tuple[int, int] | None:
     """Return the version of the matrix and the slice (from 0) that runs; None if no report names a valid matrix."""
-    said = seen.get((node_set.number, node_set.leader))
+    report = seen.get((node_set.number, node_set.leader))
     for matrix in (node_set.active, node_set.coming):
-        if said is not None and matrix is not None and matrix.version == said.version and said.row < len(matrix.rows):
-            return matrix.version, said.row
+        if (
+            report is not None
+            and matrix is not None
+            and matrix.version == report.version
+            and report.row < len(matrix.rows)
+        ):
+            return matrix.version, report.row
     return None
 
 

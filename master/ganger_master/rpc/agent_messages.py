@@ -116,31 +116,31 @@ def _job_number(name: str) -> int:
 _PARKED: Final = "alone peak_device_bytes is_process_image"
 
 
-def _told_from_wire(message: agent_pb2.ObservedGang) -> StoredOrder | None:
+def _order_from_wire(message: agent_pb2.ObservedGang) -> StoredOrder | None:
     """Return the order in it; None for one that this master cannot read, as one of a newer master."""
-    told = message.newest_order
-    intent = _INTENTS_FROM_WIRE.get(told.intent)
-    if intent is None or not told.members:
+    order = message.newest_order
+    intent = _INTENTS_FROM_WIRE.get(order.intent)
+    if intent is None or not order.members:
         return None
-    restore, parked = told.restore, told.restore.parked
+    restore, parked = order.restore, order.restore.parked
     return StoredOrder(
-        master_sequence=min(told.order.master_sequence, _SEQUENCE_MOST),
+        master_sequence=min(order.order.master_sequence, _SEQUENCE_MOST),
         intent=intent,
-        claim=convert.claim_from_wire(told.claim),
-        nodes=tuple([names.parse_node_name(member.node) for member in told.members]),
-        level=job_messages.level_from_wire(told.level),
-        stop_sequence=min(told.stop_sequence, _SEQUENCE_MOST),
-        user=told.user,
-        spec=_spec_from_wire(told),
+        claim=convert.claim_from_wire(order.claim),
+        nodes=tuple([names.parse_node_name(member.node) for member in order.members]),
+        level=job_messages.level_from_wire(order.level),
+        stop_sequence=min(order.stop_sequence, _SEQUENCE_MOST),
+        user=order.user,
+        spec=_spec_from_wire(order),
         restore=Restore(restore.checkpoint_path, parked.epoch, restore.step, **plain(parked, _PARKED)),
-        **plain(told, "threads checkpoint_request repin_request"),
+        **plain(order, "threads checkpoint_request repin_request"),
         is_sliced=message.in_time_slices,
     )
 
 
-def _spec_from_wire(told: agent_pb2.DesiredGang) -> JobSpec | None:
+def _spec_from_wire(order: agent_pb2.DesiredGang) -> JobSpec | None:
     try:
-        return job_messages.spec_from_wire(told.spec)
+        return job_messages.spec_from_wire(order.spec)
     except errors.ApiError:
         return None
 
@@ -199,7 +199,7 @@ def observed_gang_from_wire(message: agent_pb2.ObservedGang) -> commands.Observe
         last_step_time=times.unix_s(message.last_step_time),
         first_step_time=times.unix_s(message.first_step_time),
         progress=job_messages.progress_from_wire(message.epoch, message.progress) if has_said else None,
-        told=_told_from_wire(message) if message.HasField("newest_order") else None,
+        newest_order=_order_from_wire(message) if message.HasField("newest_order") else None,
     )
 
 

@@ -289,7 +289,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         loss = sample.loss if math.isfinite(sample.loss) else None
         report = report_of(rule, sample.step, loss, sample.metrics)
         if report is not None and has_climbed(rule, job, report[1]):
-            self._writer.tell(commands.RecordMetric(job.number, sample.epoch, *report))
+            self._writer.enqueue(commands.RecordMetric(job.number, sample.epoch, *report))
 
 
 def _share(value: float) -> float:

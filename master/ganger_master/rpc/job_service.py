@@ -295,11 +295,14 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         if partition and limit is None:
             there = inside_partition(pairs, view, partition)
             pairs, view, rivals = there.pairs, there.view, there.rivals
-        said = await asyncio.to_thread(
+        forecast = await asyncio.to_thread(
             start_forecast, pairs, number, ranks, view, now, preempts=preempts, limit=limit, rivals=rivals
         )
         return msgspec.structs.replace(
-            found, start_after_s=said.after, start_before_s=said.before, assumption=said.assumption or found.assumption
+            found,
+            start_after_s=forecast.after,
+            start_before_s=forecast.before,
+            assumption=forecast.assumption or found.assumption,
         )
 
     async def _deadline_advice(self, number: int) -> str:

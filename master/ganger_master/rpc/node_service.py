@@ -107,12 +107,12 @@ def _gang_to_wire(state: State, parts: dict[str, Stray]) -> node_pb2.Quarantined
     )
     for name, stray in parts.items():
         message.parts.add(node=names.node_name(name), device_mask=stray.device_mask, phase=stray.phase.value)
-    told = next((part.told for part in parts.values() if part.told is not None), None)
-    if told is not None:
-        message.user = told.user
-        if told.spec is not None:
-            message.display_name = told.spec.display_name
-            message.command.extend([word[:_CHARACTERS_MOST] for word in told.spec.command[:_WORDS_MOST]])
+    order = next((part.newest_order for part in parts.values() if part.newest_order is not None), None)
+    if order is not None:
+        message.user = order.user
+        if order.spec is not None:
+            message.display_name = order.spec.display_name
+            message.command.extend([word[:_CHARACTERS_MOST] for word in order.spec.command[:_WORDS_MOST]])
     return message
 
 

@@ -213,7 +213,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                         yield scheduling_pb2.PlacementLeases(leases=leases)
             finally:
                 if streams.is_of(scheduler, queue):
-                    self._writer.tell(commands.ClaimTurns(scheduler, jobs, connected=False))
+                    self._writer.enqueue(commands.ClaimTurns(scheduler, jobs, connected=False))
 
     async def WatchTurns(
         self, request: scheduling_pb2.WatchLeasesRequest, context: Any

@@ -143,7 +143,7 @@ class Writer:
         self._scheduled: asyncio.Handle | None = None
         self._alarm: asyncio.TimerHandle | None = None
         # The newest placement lease that was sent.
-        self._told = 0
+        self._newest_sent = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_open = False
         # Whether it accepts commands: not while it reads the store, also after an error.
@@ -280,7 +280,7 @@ class Writer:
         if not (self.is_ready and self._open.is_touched):
             self._recording.between_batches(self.state if self.is_ready else None, self.now())
 
-    def tell(self, command: Command) -> None:
+    def enqueue(self, command: Command) -> None:
         """Submit a command without waiting for the answer."""
         self.submit(command).add_done_callback(_seen)
 
@@ -331,9 +331,9 @@ class Writer:
         began = loop.time()
         self._pace.began(began)
         # Not awaited: a task and two futures would cost more than the rest of a small commit.
-        self._thread.do(self._write_and_tell, sealed, loop, began)
+        self._thread.do(self._write_and_report, sealed, loop, began)
 
-    def _write_and_tell(self, sealed: _Sealed, loop: asyncio.AbstractEventLoop, began: float) -> None:
+    def _write_and_report(self, sealed: _Sealed, loop: asyncio.AbstractEventLoop, began: float) -> None:
         problem: BaseException | None = None
         try:
             self._write(sealed)
@@ -385,9 +385,9 @@ class Writer:
 
     def _give(self, turns: Sequence[GrantedLease]) -> None:
         """Send leases to their holders. A lease begins with its delivery, so that the commit's duration is not lost."""
-        if turns[0].is_told_late(self.now()):
-            self.tell(Tick(told=self._told))
-        self._told = turns[-1].turn
+        if turns[0].is_sent_late(self.now()):
+            self.enqueue(Tick(newest_sent=self._newest_sent))
+        self._newest_sent = turns[-1].turn
         # The current version of each lease that still exists.
         self.lease_streams.give([held for turn in turns if (held := self.state.leases.get(turn.turn)) is not None])
 
@@ -404,7 +404,7 @@ class Writer:
     def _tick(self) -> None:
         self._alarm = None
         if self.is_ready and not self._is_closing:
-            self.tell(Tick(told=self._told))
+            self.enqueue(Tick(newest_sent=self._newest_sent))
 
     def _look_often(self) -> None:
         self._next_look = asyncio.get_running_loop().call_later(_LOOK_S, self._look_often)
@@ -422,7 +422,7 @@ class Writer:
         if gap is not None:
             passed = self._looked.steady - before.steady
             log.warning("clock was set or master stood still", extra={"set_by": gap.set_by, "passed": passed})
-            self.tell(gap)
+            self.enqueue(gap)
 
     def _crashed(self, what: str) -> ApiError:
         """Handle a failure of the core: discard all uncommitted changes, keep the durable state."""
@@ -495,7 +495,7 @@ class Writer:
         elements = await self._thread.ask(lambda: codec.elements(self._store.load()))
         self._failpoints.passing(tables.MID_LOAD)
         state = restored(self._settings, elements, self.now(), former)
-        self.state, self._codec, self._open, self._told = state, codec, _Batch(), 0
+        self.state, self._codec, self._open, self._newest_sent = state, codec, _Batch(), 0
         # From the state, not from the store: a restart voids sessions.
         self.committed.reset(state)
         self.is_ready = self.fenced is None
@@ -503,10 +503,10 @@ class Writer:
         if self._opens is not None:
             # Before anything is decided by the content of the database.
             opens, self._opens = self._opens, None
-            self.tell(opens)
-        self.tell(Tick(looks_again=former is not None))
+            self.enqueue(opens)
+        self.enqueue(Tick(looks_again=former is not None))
         for claim in self.lease_streams.claims():
-            self.tell(claim)
+            self.enqueue(claim)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -342,8 +342,8 @@ def _places(directory: Path, runs: Sequence[tuple[Load, Run, Figures]]) -> Itera
     names = [(run.policy, f"load {load}", f"seed {run.seed}") for load, run, _ in runs]
     differ = [len(set(column)) > 1 for column in zip(*names, strict=True)]
     for parts in names:
-        told = [part for part, is_told in zip(parts, differ, strict=True) if is_told]
-        yield directory / _name(" ".join(told)) if told else directory
+        named = [part for part, is_named in zip(parts, differ, strict=True) if is_named]
+        yield directory / _name(" ".join(named)) if named else directory
 
 
 def _name(text: str) -> str:

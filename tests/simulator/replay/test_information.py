@@ -24,12 +24,12 @@ class _Recorded(_Replay):
     """Keeps what the core was told, and when; what orders and plans decided is in it, byte for byte."""
 
     def __init__(self, jobs: Workload, policy: str) -> None:
-        self.told: list[bytes] = []
+        self.decisions: list[bytes] = []
         self.decided = 0
         super().__init__(jobs, servers_from_flags(nodes=2, gpus_per_node=4), policy, ReplayOptions(), None)
 
     def send(self, command: Command) -> object:
-        self.told.append(f"{self.clock.now!r} {command!r}".encode())
+        self.decisions.append(f"{self.clock.now!r} {command!r}".encode())
         self.decided += isinstance(command, ProposePlan | RequestGang)
         return super().send(command)
 
@@ -82,7 +82,7 @@ def test_decisions_before_a_time_do_not_depend_on_what_ends_after_it(policy: str
     changed = jobs.with_columns(duration_s=jobs.duration_s + (factor - 1.0) * left_s)
     other = _Recorded(changed, policy).run_until(UNTIL_S)
     assert one.decided > JOBS / 3
-    assert other.told == one.told
+    assert other.decisions == one.decisions
 
 
 def test_an_oracle_is_found_out() -> None:
@@ -92,4 +92,4 @@ def test_an_oracle_is_found_out() -> None:
     left_s = one.left_s(UNTIL_S)
     draw = np.random.default_rng(6).uniform(0.01, 20.0, JOBS)
     changed = jobs.with_columns(duration_s=jobs.duration_s + (draw - 1.0) * left_s)
-    assert _Recorded(changed, "srtf").run_until(UNTIL_S).told != one.told
+    assert _Recorded(changed, "srtf").run_until(UNTIL_S).decisions != one.decisions

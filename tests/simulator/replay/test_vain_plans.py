@@ -26,14 +26,14 @@ class _Counted(_Replay):
     """Keeps what the core was told and when, and how many passes were made."""
 
     def __init__(self, jobs: Workload, policy: str, options: ReplayOptions = OPTIONS, nodes: int = 3) -> None:
-        self.told: list[tuple[float, Command]] = []
+        self.commands: list[tuple[float, Command]] = []
         self.passes = 0
         super().__init__(jobs, servers_from_flags(nodes=nodes, gpus_per_node=4), policy, options, None)
 
     def send(self, command: Command) -> object:
         # A pass that starts no job may still publish the order of pending jobs, which is a version of the view.
         told = replace(command, view_version=0) if isinstance(command, RequestGang) else command
-        self.told.append((self.clock.now, told))
+        self.commands.append((self.clock.now, told))
         return super().send(command)
 
     def run(self) -> None:
@@ -69,7 +69,7 @@ def test_plans_passed_over_would_have_changed_nothing(policy: str, share: float)
     with patch.object(OrderStage, "_is_futile", lambda self, context: False):
         every = _Counted(jobs, policy)
         every.run()
-    assert some.told == every.told
+    assert some.commands == every.commands
     assert some.passes < share * every.passes, "some were passed over"
 
 
@@ -85,7 +85,7 @@ def test_jobs_known_to_be_first_start_as_if_all_had_been_ranked(policy: str, rou
     ):
         every = _Counted(jobs, policy, options)
         every.run()
-    assert some.told == every.told
+    assert some.commands == every.commands
     # Without preemption a round begins as the last one ended.
     assert some.passes < every.passes or round_s is not None
 
@@ -100,7 +100,7 @@ def test_an_order_without_preemption_makes_no_plan_while_the_next_job_is_too_lar
     with patch.object(OrderStage, "starts_no_job", lambda self, table, free: False):
         every = _Counted(jobs, policy, options)
         every.run()
-    assert some.told == every.told
+    assert some.commands == every.commands
     assert some.passes < 0.7 * every.passes, "most plans of an oversubscribed cluster start no job"
     never_ended = pytest.raises(AssertionError, match="never ended")
     with never_ended, patch.object(OrderStage, "starts_no_job", lambda self, table, free: True):
@@ -111,7 +111,7 @@ def test_ganger_does_not_take_back_what_it_did_for_jobs_that_had_waited() -> Non
     """Each round is settled by few plans: one that stops, one that starts, and what those lead to."""
     replay = _Counted(crowd(), "ganger", ReplayOptions(ideal=True, round_s=300.0))
     replay.run()
-    plans = Counter(at for at, command in replay.told if isinstance(command, ProposePlan))
+    plans = Counter(at for at, command in replay.commands if isinstance(command, ProposePlan))
     assert max(plans.values()) <= 5
 
 
@@ -123,7 +123,7 @@ def test_a_burst_is_started_at_its_instant_however_many_changes_a_plan_may_have(
     )
     replay = _Counted(jobs, "las", nodes=many // 4)
     replay.run()
-    plans = [command.changes for at, command in replay.told if isinstance(command, ProposePlan)]
+    plans = [command.changes for at, command in replay.commands if isinstance(command, ProposePlan)]
     assert sum(map(len, plans)) == many
     assert max(map(len, plans)) <= CHANGES_LIMIT
-    assert len({at for at, command in replay.told if isinstance(command, ProposePlan)}) == 1
+    assert len({at for at, command in replay.commands if isinstance(command, ProposePlan)}) == 1

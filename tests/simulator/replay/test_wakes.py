@@ -24,20 +24,20 @@ class _Told(_Replay):
     """Keeps what the core was told and when."""
 
     def __init__(self, policy: str) -> None:
-        self.told: list[tuple[float, Command]] = []
+        self.commands: list[tuple[float, Command]] = []
         super().__init__(crowd(), servers_from_flags(nodes=3, gpus_per_node=4), policy, ReplayOptions(), None)
 
     def send(self, command: Command) -> object:
-        self.told.append((self.clock.now, command))
+        self.commands.append((self.clock.now, command))
         return super().send(command)
 
     @property
     def ticks(self) -> int:
-        return sum(isinstance(command, Tick) for _, command in self.told)
+        return sum(isinstance(command, Tick) for _, command in self.commands)
 
     @property
     def all_but_ticks(self) -> list[tuple[float, Command]]:
-        return [(time, command) for time, command in self.told if not isinstance(command, Tick)]
+        return [(time, command) for time, command in self.commands if not isinstance(command, Tick)]
 
 
 def crowd() -> Workload:
