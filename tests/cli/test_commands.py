@@ -484,7 +484,7 @@ def test_a_bug_is_a_number_with_the_details_in_a_file(
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr("ganger.wire.endpoints.find_endpoint", lambda master: 1 // 0)
-    monkeypatch.setattr("ganger.client.find_endpoint", lambda master: 1 // 0)
+    monkeypatch.setattr("ganger.wire.master_connection.find_endpoint", lambda master: 1 // 0)
     assert run(["queue"]) == 7
     text = capsys.readouterr().err
     assert "ZeroDivisionError" in text
