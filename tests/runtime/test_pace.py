@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ganger_master.store.tables import CommitPace
+from ganger_master.runtime.commits import CommitPace
 
 
 def test_first_commit_begins_at_once() -> None:

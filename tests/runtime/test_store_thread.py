@@ -6,7 +6,7 @@ import asyncio
 import threading
 
 import pytest
-from ganger_master.store.tables import StoreThread
+from ganger_master.runtime.commits import StoreThread
 
 
 @pytest.fixture
@@ -30,13 +30,13 @@ def test_work_that_ends_after_its_event_loop_leaves_the_thread_alive(
             raise OSError("disk")
 
     async def give_up() -> None:
-        asked = asyncio.ensure_future(thread.ask(work))
+        asked = asyncio.ensure_future(thread.call(work))
         await asyncio.sleep(0)
         asked.cancel()
 
     asyncio.run(give_up())
     is_done.set()
-    assert asyncio.run(thread.ask(lambda: "next")) == "next"
+    assert asyncio.run(thread.call(lambda: "next")) == "next"
     thread.close()
     assert failures == []
 
@@ -53,9 +53,9 @@ def test_work_is_repeated_while_no_other_task_comes_until_it_is_given_up_or_the_
 
     thread.repeat(work, 0.01)
     assert thrice.wait(10.0)
-    assert asyncio.run(thread.ask(lambda: "asked")) == "asked"
+    assert asyncio.run(thread.call(lambda: "asked")) == "asked"
     thread.repeat(None)
-    asyncio.run(thread.ask(lambda: None))
+    asyncio.run(thread.call(lambda: None))
     before = times
     thread.close()
     assert times == before

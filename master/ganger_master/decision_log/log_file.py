@@ -21,7 +21,7 @@ import msgspec
 from ganger.text import os_reason
 
 from ganger_master.decision_log.recording import FORMATS, End, Header, Line, LineError, decode_line, encode_line
-from ganger_master.store.tables import StoreThread
+from ganger_master.runtime.commits import StoreThread
 
 log = logging.getLogger(__name__)
 

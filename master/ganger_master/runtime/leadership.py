@@ -13,7 +13,8 @@ from ganger.wire.errors import ApiError, NotLeader, NotReady
 from ganger_master.core.availability import covers
 from ganger_master.core.leader_lease import LeaderLease, is_held, renewal_interval_s
 from ganger_master.core.settings import CoreSettings
-from ganger_master.store.tables import Problem, Store, StoreError, StoreThread
+from ganger_master.runtime.commits import StoreThread
+from ganger_master.store.tables import Problem, Store, StoreError
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ class Ownership:
 
     async def _checked(self) -> StoreError | None:
         try:
-            error = await self._thread.ask(self._verify)
+            error = await self._thread.call(self._verify)
         finally:
             self._check = None
         if error is not None:

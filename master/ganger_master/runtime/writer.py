@@ -13,10 +13,9 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
 from itertools import count
 from operator import itemgetter
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeVar
 
 from ganger.failpoints import Failpoints
 from ganger.tracing import tracer
@@ -26,27 +25,19 @@ from ganger_master.core import machine
 from ganger_master.core.answers import Answer
 from ganger_master.core.availability import ClockReading, noticed
 from ganger_master.core.commands import Command, OpenStore, Tick
-from ganger_master.core.events import Effects
 from ganger_master.core.leader_lease import LeaderLease, LeaseCandidate
 from ganger_master.core.queue import GrantedLease
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 from ganger_master.core.state_image import restored
 from ganger_master.decision_log.recorder import AttachedRecording, DecisionRecording
+from ganger_master.runtime.commits import CommandBatch, CommitPace, SealedBatch, StoreThread, refuse
 from ganger_master.runtime.leadership import Ownership
-from ganger_master.runtime.publication import CommittedState, LeaseStreams, Publication, publication_of
+from ganger_master.runtime.publication import CommittedState, LeaseStreams, publication_of
 from ganger_master.runtime.state_directory import DatabaseMarks
 from ganger_master.runtime.telemetry import JobTraces, MasterCounters
 from ganger_master.store import tables
-from ganger_master.store.tables import (
-    Codec,
-    CommitPace,
-    HistoryEntry,
-    Problem,
-    Store,
-    StoreError,
-    StoreThread,
-)
+from ganger_master.store.tables import Codec, HistoryEntry, Problem, Store, StoreError
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -60,37 +51,8 @@ _MOST_CRASHES: Final = 5
 _CRASHES_S: Final = 60.0
 # So often the clocks are looked at where nothing else happens.
 _LOOK_S: Final = 5.0
-_MOVE_COMMITTED: Final = frozenset({"move_committed", "resize_committed"})
 # What a recording may take to be written to its end when the master stops.
 _RECORDING_S: Final = 10.0
-
-
-# A caller's future, and its answer.
-_Caller: TypeAlias = tuple[asyncio.Future[Any], object]
-
-
-@dataclass(slots=True)
-class _Batch:
-    """Callers that wait for the commands since the last batch was sealed."""
-
-    callers: list[_Caller] = field(default_factory=list)
-    is_touched: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Sealed:
-    """A batch on its way to the store; immutable."""
-
-    # Makes the changes durable, in the store's thread.
-    commit: Callable[[], None]
-    effects: Effects
-    publication: Publication
-    turns: Sequence[GrantedLease]
-    callers: Sequence[_Caller]
-
-    @property
-    def commits_a_move(self) -> bool:
-        return any(entry.kind in _MOVE_COMMITTED for entry in self.effects.history)
 
 
 def steady() -> float:
@@ -135,7 +97,7 @@ class Writer:
         self._thread = StoreThread("store")
         self._codec = Codec()
         self._pace = CommitPace()
-        self._open = _Batch()
+        self._open = CommandBatch()
         self._committing = False
         # Set while no commit is under way.
         self._idle = asyncio.Event()
@@ -160,7 +122,7 @@ class Writer:
     async def open(self, candidate: LeaseCandidate | None = None) -> LeaderLease | None:
         """Take the store over. With a candidate only if it may lead; otherwise return the lease of the master that
         leads, for this one to stand by. Raises StoreError."""
-        other = await self._thread.ask(self._take, candidate, asyncio.get_running_loop())
+        other = await self._thread.call(self._take, candidate, asyncio.get_running_loop())
         if candidate is not None:
             self.ownership.stand_by(other)
         self._is_open = other is None
@@ -210,7 +172,7 @@ class Writer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.ownership.close()
-        await self._thread.ask(self._store.close)
+        await self._thread.call(self._store.close)
         self._thread.close()
         self.stopped.set()
 
@@ -292,7 +254,7 @@ class Writer:
 
     async def compact(self, before_time: float, limit: int) -> int:
         """Delete old history, between two commits."""
-        return await self._thread.ask(self._store.compact, before_time, limit)
+        return await self._thread.call(self._store.compact, before_time, limit)
 
     def _seal_soon(self) -> None:
         if self._committing or self._scheduled is not None or not self._open.is_touched:
@@ -317,11 +279,11 @@ class Writer:
             self._recording.broke(now, None, error)
             self._crashed("batch")
             return
-        batch, self._open = self._open, _Batch()
+        batch, self._open = self._open, CommandBatch()
         turns = [state.leases[turn] for turn in effects.turns if turn in state.leases]
         self._recording.batch(now, effects, turns)
         self._recording.between_batches(state, now)
-        sealed = _Sealed(commit, effects, publication_of(state, changes, effects), turns, batch.callers)
+        sealed = SealedBatch(commit, effects, publication_of(state, changes, effects), turns, batch.callers)
         if rows.is_empty:
             self._let_out(sealed)
             return
@@ -333,7 +295,7 @@ class Writer:
         # Not awaited: a task and two futures would cost more than the rest of a small commit.
         self._thread.do(self._write_and_report, sealed, loop, began)
 
-    def _write_and_report(self, sealed: _Sealed, loop: asyncio.AbstractEventLoop, began: float) -> None:
+    def _write_and_report(self, sealed: SealedBatch, loop: asyncio.AbstractEventLoop, began: float) -> None:
         problem: BaseException | None = None
         try:
             self._write(sealed)
@@ -341,7 +303,7 @@ class Writer:
             problem = error
         loop.call_soon_threadsafe(self._written, sealed, began, problem)
 
-    def _written(self, sealed: _Sealed, began: float, problem: BaseException | None) -> None:
+    def _written(self, sealed: SealedBatch, began: float, problem: BaseException | None) -> None:
         self._committing = False
         self._idle.set()
         if isinstance(problem, StoreError):
@@ -359,7 +321,7 @@ class Writer:
         self._let_out(sealed)
         self._seal_soon()
 
-    def _write(self, sealed: _Sealed) -> None:
+    def _write(self, sealed: SealedBatch) -> None:
         self._failpoints.passing(tables.BEFORE_COMMIT)
         if sealed.commits_a_move:
             self._failpoints.passing(tables.BEFORE_MOVE_COMMIT)
@@ -370,7 +332,7 @@ class Writer:
         if sealed.commits_a_move:
             self._failpoints.passing(tables.AFTER_MOVE_COMMIT)
 
-    def _let_out(self, sealed: _Sealed) -> None:
+    def _let_out(self, sealed: SealedBatch) -> None:
         # Publish before answering: a caller that reads after its answer must find the change.
         self.committed.publish(sealed.publication)
         for future, answer in sealed.callers:
@@ -429,13 +391,13 @@ class Writer:
         crash = uuid.uuid4().hex[:12]
         self.meter.core_errors += 1
         log.exception("core failed", extra={"command": what, "id": crash})
-        lost, self._open = self._open, _Batch()
+        lost, self._open = self._open, CommandBatch()
         self.is_ready = False
         self._away = "the master starts over after an error"
         if self._scheduled is not None:
             self._scheduled.cancel()
             self._scheduled = None
-        _refuse(lost.callers, self._not_ready())
+        refuse(lost.callers, self._not_ready())
         now = asyncio.get_running_loop().time()
         self._crashes.append(now)
         if len(self._crashes) == _MOST_CRASHES and now - self._crashes[0] < _CRASHES_S:
@@ -445,15 +407,15 @@ class Writer:
             self._start(self._reload())
         return Internal(f"internal error {crash}: see the master's log", id=crash)
 
-    def _start_over(self, sealed: _Sealed, error: StoreError) -> None:
+    def _start_over(self, sealed: SealedBatch, error: StoreError) -> None:
         self.meter.store_errors += 1
         log.error("commit failed", extra={"error": str(error), "callers": len(sealed.callers)})
         self.is_ready = False
         self._away = f"the master cannot write to its store ({error})"
-        behind, self._open = self._open, _Batch()
+        behind, self._open = self._open, CommandBatch()
         refusal = NotReady(f"not accepted: {error}")
-        _refuse(sealed.callers, refusal)
-        _refuse(behind.callers, refusal)
+        refuse(sealed.callers, refusal)
+        refuse(behind.callers, refusal)
         if error.problem is Problem.FENCED:
             self._end_fenced(error)
             return
@@ -492,10 +454,10 @@ class Writer:
 
     async def _load(self, former: State | None = None) -> None:
         codec = Codec()
-        elements = await self._thread.ask(lambda: codec.elements(self._store.load()))
+        elements = await self._thread.call(lambda: codec.elements(self._store.load()))
         self._failpoints.passing(tables.MID_LOAD)
         state = restored(self._settings, elements, self.now(), former)
-        self.state, self._codec, self._open, self._newest_sent = state, codec, _Batch(), 0
+        self.state, self._codec, self._open, self._newest_sent = state, codec, CommandBatch(), 0
         # From the state, not from the store: a restart voids sessions.
         self.committed.reset(state)
         self.is_ready = self.fenced is None
@@ -522,12 +484,6 @@ class Writer:
         log.critical("writer failed", exc_info=problem)
         self.is_ready = False
         self.stopped.set()
-
-
-def _refuse(callers: Sequence[_Caller], error: ApiError) -> None:
-    for future, _ in callers:
-        if not future.done():
-            future.set_exception(error)
 
 
 def _seen(future: asyncio.Future[Answer]) -> None:
