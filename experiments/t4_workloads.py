@@ -163,7 +163,9 @@ def _tiresias(is_ported: bool) -> Way:
     def gpus(jobs: Sequence[T4Job], now: int) -> Sequence[int]:
         facts, line = ranking(jobs, float(now))
         runs = set(selected(order, facts, line, _GPUS).tolist())
-        return counters.told([job.wanted if place in runs else 0 for place, job in enumerate(jobs)], jobs, float(now))
+        return counters.informed(
+            [job.wanted if place in runs else 0 for place, job in enumerate(jobs)], jobs, float(now)
+        )
 
     def line(jobs: Sequence[T4Job], counts: Sequence[int]) -> Sequence[int]:
         found: list[int] = ranking(jobs, counters.now)[1].tolist()
@@ -203,7 +205,7 @@ class _Counters:
                 self.queue[number], self.joined_s[number] = queue, now
         return found
 
-    def told(self, counts: list[int], jobs: Sequence[T4Job], now: float) -> list[int]:
+    def informed(self, counts: list[int], jobs: Sequence[T4Job], now: float) -> list[int]:
         self.now = now
         for job, count in zip(jobs, counts, strict=True):
             if count:
@@ -224,8 +226,8 @@ def _optimus() -> Way:
             )
 
         most = np.array([[_most(job)] for job in jobs], np.int64)
-        asked = growing(left, speed, np.ones((len(jobs), 1, 1)), most=most)
-        found: list[int] = allocated(asked, np.array([float(_GPUS)]), least_gain=0.0)[:, 0].tolist()
+        requests = growing(left, speed, np.ones((len(jobs), 1, 1)), most=most)
+        found: list[int] = allocated(requests, np.array([float(_GPUS)]), least_gain=0.0)[:, 0].tolist()
         return found
 
     return Way(gpus, _smallest_first, _users_batch)

@@ -60,7 +60,7 @@ _DAEMON_FLAGS = ("virtual_gpus", "virtual_cores", "virtual_gpu_cores", "virtual_
 
 @dataclass(frozen=True, slots=True)
 class LocalClusterSettings:
-    """What `ganger up` was asked for. `flags`: values by name, None where the programs' own defaults count; without
+    """What `ganger up` is to start. `flags`: values by name, None where the programs' own defaults count; without
     "virtual_gpus" the machine's real devices. `command`: what to type for the same cluster again."""
 
     state_directory: Path
@@ -212,7 +212,7 @@ class Supervisor:
                     self._resting.add(program.name)
                     self._say(
                         f"{program.name} ended {len(recent)} times in a minute ({describe(running.code)}),"
-                        f" and is left for a while:\n{self._told(program)}"
+                        f" and is left for a while:\n{self._log_end(program)}"
                     )
                 continue
             self._say(f"{program.name} ended ({describe(running.code)}); starting it again")
@@ -235,7 +235,7 @@ class Supervisor:
             self._resting.add(program.name)
             self._say(
                 f"{program.name} ended and is not started again: another master has taken its database over. Stop the"
-                f" other one, then `ganger down` and `ganger up` here.\n{self._told(program)}"
+                f" other one, then `ganger down` and `ganger up` here.\n{self._log_end(program)}"
             )
         return True
 
@@ -244,7 +244,7 @@ class Supervisor:
         for program in self._programs:
             running = self._running[program.name]
             if running.wait():
-                text = f"{program.name} ended at once ({describe(running.code)}):\n{self._told(program)}"
+                text = f"{program.name} ended at once ({describe(running.code)}):\n{self._log_end(program)}"
                 raise CommandError(text, exit_of(running.code))
 
     def stop(self) -> None:
@@ -282,7 +282,7 @@ class Supervisor:
         if former is not None:
             former.close()
 
-    def _told(self, program: Program) -> str:
+    def _log_end(self, program: Program) -> str:
         return tail(program.log, after=self._log_starts.get(program.name, 0))
 
     def _note(self) -> None:
@@ -387,7 +387,7 @@ def wait_until_ready(settings: LocalClusterSettings, check_alive: Callable[[], N
             pass
         time.sleep(_POLL_S)
     logs = settings.state_directory / "logs"
-    why = [f"\n  {name}: {told}" for name in waits_for.split(", ") if (told := last_error(logs / f"{name}.log"))]
+    why = [f"\n  {name}: {line}" for name in waits_for.split(", ") if (line := last_error(logs / f"{name}.log"))]
     raise CommandError(
         f"waited {timeout_s:g} s in vain for {waits_for}; the logs are in {logs}{''.join(why)}", ExitCode.UNREACHABLE
     )

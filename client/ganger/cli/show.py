@@ -102,7 +102,7 @@ def queue(
     from ganger.cli import job_table
     from ganger.v1.job_pb2 import Job
 
-    asked, wrong = pairs("--label", labels)
+    chosen_labels, wrong = pairs("--label", labels)
     if wrong:
         raise click.UsageError("; ".join(f"{field}: {what}" for field, what in wrong))
     wanted = [
@@ -111,14 +111,14 @@ def queue(
     if not states and not everything:
         # Jobs that hold devices come first, so that a long queue never cuts them off.
         wanted = [[Job.STATE_HOLDING, Job.STATE_SUSPENDED], [Job.STATE_PENDING]]
-    # What is asked for is said of jobs: of an array some members may be so.
-    members = members or bool(states or name or asked or partition)
+    # A filter holds for jobs: of an array, for some members perhaps.
+    members = members or bool(states or name or chosen_labels or partition)
     with open_client() as client:
         arrays = [] if members else client.list_arrays(user, live=not everything)
         room = max(0, limit - len(arrays))
         found: list[Job] = []
         for group in wanted:
-            listed = client.list_jobs(group, user, fold_arrays=not members, name=name, labels=asked)
+            listed = client.list_jobs(group, user, fold_arrays=not members, name=name, labels=chosen_labels)
             fitting = (
                 job for job in listed if (not states or _is_in(job, states)) and partition in ("", job.spec.partition)
             )
@@ -135,7 +135,7 @@ def queue(
     if as_json:
         print_json([*jobs, *arrays])
         return
-    is_chosen = everything or states or name or asked or partition
+    is_chosen = everything or states or name or chosen_labels or partition
     _print_queue(jobs, arrays, "no jobs" if is_chosen else "no live jobs; --all shows the others")
 
 

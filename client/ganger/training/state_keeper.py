@@ -145,7 +145,7 @@ class _Parked:
 
 
 class StateKeeper:
-    """Carries out a rank's orders on its state. `training` and `position` are asked at every boundary anew."""
+    """Carries out a rank's orders on its state. `training` and `position` are called at every boundary anew."""
 
     def __init__(
         self, control: Control, training: Callable[[], TrainingObjects], position: Callable[[], dict[str, Any]]

@@ -115,7 +115,7 @@ class DecisionReport:
             asking.approved += 1
             self._verdicts[""] += 1
             return
-        asking.reason = whys[0].reason if whys else "nothing said"
+        asking.reason = whys[0].reason if whys else "no reason given"
         self._verdicts[asking.reason] += 1
 
     def missing(self) -> str:

@@ -121,7 +121,7 @@ class ServiceMemory:
     def end(self, slot: int, ran_s: float) -> None:
         """The job in that slot ended by itself after running so long."""
         begun = self._bucket.item(slot)
-        # Running times never fall, but what was told of them may have been ahead by what the last stop took.
+        # Running times never fall, but what was reported of them may have been ahead by what the last stop took.
         bucket = max(begun, bucket_of(ran_s))
         kind, place = self._kind_of[slot], self._place[slot]
         assert kind is not None, f"slot {slot} is free"

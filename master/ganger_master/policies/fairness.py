@@ -283,7 +283,7 @@ class QuotaUse:
         self._teams = teams
         self._charges = Charges()
         # GPUs of pending jobs by job number, with the owners of their limits: of all that share a limit together.
-        self._asked: dict[Owner, dict[int, tuple[int, tuple[Owner, ...]]]] = {}
+        self._requests: dict[Owner, dict[int, tuple[int, tuple[Owner, ...]]]] = {}
         # Numbers of pending jobs that would exceed a limit.
         self.kept_out: set[int] = set()
 
@@ -293,15 +293,15 @@ class QuotaUse:
         number, owners = job.number, self._owners(job)
         # A team's limit concerns the jobs of all its users, and a partition's those of all teams.
         sharing = _ALL_TOGETHER if self._limits.are_across_teams else owners[-1]
-        asked, before = self._asked.setdefault(sharing, {}), self._free(owners)
+        requests, before = self._requests.setdefault(sharing, {}), self._free(owners)
         self._charges.charge(number, owners, 0 if gang is None else job.gpus)
         self.kept_out.discard(number)
         if waits:
-            asked[number] = job.gpus, owners
+            requests[number] = job.gpus, owners
         else:
-            asked.pop(number, None)
-        look = asked if self._free(owners) != before else [number] if waits else []
-        changed = [one for one in look if self._is_beyond(one, *asked[one]) != (one in self.kept_out)]
+            requests.pop(number, None)
+        look = requests if self._free(owners) != before else [number] if waits else []
+        changed = [one for one in look if self._is_beyond(one, *requests[one]) != (one in self.kept_out)]
         self.kept_out.symmetric_difference_update(changed)
         return changed
 
@@ -314,9 +314,9 @@ class QuotaUse:
     @property
     def are_contested(self) -> bool:
         """Return whether under some limit each of several pending jobs could start, but not all of them."""
-        for asked in self._asked.values():
+        for requests in self._requests.values():
             wanted: dict[Owner, int] = {}
-            for number, (gpus, owners) in asked.items():
+            for number, (gpus, owners) in requests.items():
                 for owner in owners if number not in self.kept_out else ():
                     wanted[owner] = wanted.get(owner, 0) + gpus
             if any(gpus > self._free_of(owner) for owner, gpus in wanted.items()):

@@ -99,21 +99,21 @@ def simulate(
     from ganger_master.simulator.run import simulate as replay
 
     source = experiment.material()
-    asked = Load(load, load_phases or ())
+    given_load = Load(load, load_phases or ())
     options = experiment.options(flags["seed"])
     with _explained():
-        jobs = experiment.jobs(source, asked, flags["seed"])
+        jobs = experiment.jobs(source, given_load, flags["seed"])
         with ProgressBar(policy, flags["progress"]) as meter, settled():
             run = replay(jobs, source.servers, policy, options, meter)
     found = figures(run)
     with _whether_read_or_not():
         if flags["as_json"]:
-            _print_json(files.simulated(source, asked, options, found))
+            _print_json(files.simulated(source, given_load, options, found))
         else:
-            print_pairs(experiment.headline(source, asked) + unbounded_load_row(found) + details(found))
+            print_pairs(experiment.headline(source, given_load) + unbounded_load_row(found) + details(found))
             print()
             print_table(*waiting_by_size(found))
-    experiment.save([(asked, run, found)])
+    experiment.save([(given_load, run, found)])
 
 
 @click.command()
@@ -167,17 +167,17 @@ def compare(
     from ganger_master.simulator.report.figures import figures, side_by_side
 
     source = experiment.material()
-    asked = [Load(phases=load_phases)] if load_phases else [Load(load) for load in loads or (None,)]
-    for load in asked:
+    given_loads = [Load(phases=load_phases)] if load_phases else [Load(load) for load in loads or (None,)]
+    for load in given_loads:
         # A load that cannot be offered is refused before anything runs.
         experiment.jobs(source, load, flags["seed"])
     numbers = range(flags["seed"], flags["seed"] + seeds)
-    cells = [RunCell(policy, load, seed) for load in asked for seed in numbers for policy in policies]
+    cells = [RunCell(policy, load, seed) for load in given_loads for seed in numbers for policy in policies]
     runs = _in_processes(experiment, source, cells, workers or len(os.sched_getaffinity(0)))
     found = {cell: figures(runs[cell]) for cell in cells}
     groups = [
         (load, {policy: [found[RunCell(policy, load, seed)] for seed in numbers] for policy in policies})
-        for load in asked
+        for load in given_loads
     ]
     if seeds > 1 and all(_are_alike(runs_of) for _, group in groups for runs_of in group.values()):
         say("every seed gave the same run, so ± has no meaning: with --draw N each takes other jobs")
@@ -185,7 +185,7 @@ def compare(
         if flags["as_json"]:
             _print_json(files.compared(source, experiment.options(flags["seed"]), groups))
         else:
-            print_pairs(experiment.headline(source, *asked))
+            print_pairs(experiment.headline(source, *given_loads))
             for _, group in groups:
                 print()
                 print_side_by_side(*side_by_side(group))
@@ -372,8 +372,8 @@ def _check_flags(flags: Mapping[str, Any], policies: Sequence[str]) -> None:
     from ganger_master.core.tenancy import unknown_teams
     from ganger_master.policies import Grow, ResizeByOptimus, ShareByTimeSlices, SliceNewcomers, policy_named
 
-    asked = [policy_named(name) for name in policies]
-    resizes, grows = any(policy.has(ResizeByOptimus) for policy in asked), any(policy.has(Grow) for policy in asked)
+    chosen = [policy_named(name) for name in policies]
+    resizes, grows = any(policy.has(ResizeByOptimus) for policy in chosen), any(policy.has(Grow) for policy in chosen)
     given = {name for name, value in flags.items() if value is not None and value is not False and value != ()}
     is_ideal, by_profiles = flags["ideal"], flags["rates"] == "profiles"
     if "elastic" in given and flags["elastic"] < 1:
@@ -399,16 +399,16 @@ def _check_flags(flags: Mapping[str, Any], policies: Sequence[str]) -> None:
             raise click.UsageError(f"{first} and {second} exclude each other{why}")
     if strangers := unknown_teams(flags["partitions"] or {}, (flags["teams"] or {}).get("teams", {})):
         raise click.UsageError(f"--partitions: {strangers}: give --teams, too")
-    if "moves_per_hour" in given and not any(policy.migrates for policy in asked):
+    if "moves_per_hour" in given and not any(policy.migrates for policy in chosen):
         raise click.UsageError("--moves-per-hour is for policies that move running jobs: add +defrag to one")
     if "profile_s" in given and not resizes:
         if not by_profiles:
             raise click.UsageError("--profile is the time that profiles take: give --rates profiles too")
-        if not any(policy.tunes_by_profiles for policy in asked):
+        if not any(policy.tunes_by_profiles for policy in chosen):
             raise click.UsageError("--profile: none of these policies uses profiles: add +synergy-tune to one")
-    if "keep_place_after_s" in given and all(policy.is_planned for policy in asked):
+    if "keep_place_after_s" in given and all(policy.is_planned for policy in chosen):
         raise click.UsageError("--keep-place-after is for policies without a planner: name one, such as fifo-backfill")
-    if "quantum_s" in given and not any(policy.has(ShareByTimeSlices, SliceNewcomers) for policy in asked):
+    if "quantum_s" in given and not any(policy.has(ShareByTimeSlices, SliceNewcomers) for policy in chosen):
         raise click.UsageError("--quantum is for policies with time slices: name one, such as ganger or gandiva")
 
 
