@@ -451,6 +451,7 @@ class Daemon:
             task.add_done_callback(lambda _: self._reviving.pop(launcher, None))
         task = self._reviving[launcher]
         await asyncio.wait((task,), timeout=_REVIVE_S)
+                await asyncio.to_thread(self.host.launchers.bound_logs)
         if task.done():
             task.result()
 

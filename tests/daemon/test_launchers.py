@@ -206,3 +206,25 @@ def test_a_file_that_a_launcher_gives_for_an_arena_has_to_be_one(place: Path) ->
                 launcher.arena("a/1/rank-0")
             serving.result()
     path.unlink()
+
+
+def test_the_log_of_a_launcher_is_kept_small_while_it_is_written_to(place: Path) -> None:
+    launchers = make(place)
+    path = place / "run" / "any-one.log"
+    with path.open("ab", buffering=0) as log:
+        log.write(b"x" * (9 << 20))
+        launchers.bound_logs()
+        log.write(b"the end\n")
+    assert path.stat().st_blocks * 512 <= 4 << 20
+    assert path.read_bytes().endswith(b"x" * (1 << 20) + b"the end\n")
+
+
+def test_a_gang_that_needs_a_launcher_alone_takes_the_first_that_no_other_holds(place: Path) -> None:
+    launchers = make(place)
+    names = [launchers.take("1001/kind-code", gang) for gang in ("a", "b", "a", "c")]
+    assert names == ["1001/kind-code", "1001/kind.1-code", "1001/kind-code", "1001/kind.2-code"]
+    launchers.give_up(names[1], "b")
+    # as the next daemon does it
+    launchers.hold("1001/kind-code", "a")
+    assert launchers.take("1001/kind-code", "d") == names[1]
+    assert launchers.take("1001/other-code", "d") == "1001/other-code"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -130,6 +133,42 @@ def test_a_log_that_its_job_stretched_to_a_tebibyte_costs_neither_writes_nor_spa
         assert b"".join(chunk.data for chunk in chunks).replace(b"\0", b"").endswith(b"after\n")
         assert chunks[-1].offset + len(chunks[-1].data) == store.end("job", 0) == (1 << 40) + 6
         assert sum(chunk.lost_bytes + len(chunk.data) for chunk in chunks) == (1 << 40) + 6
+
+
+@pytest.mark.parametrize(
+    "option", [("--keep-size",), ("--keep-size", "--offset", "8G"), ()], ids=["behind the end", "far behind", "longer"]
+)
+@pytest.mark.parametrize("place", ["disk", "/dev/shm"])
+def test_blocks_that_a_job_allocates_in_its_log_count_to_the_limit(
+    tmp_path: Path, place: str, option: tuple[str, ...]
+) -> None:
+    here = tmp_path if place == "disk" else Path(tempfile.mkdtemp(dir=place))
+    store = LogStore(here, limit_bytes=64 << 10)
+    try:
+        path = write(store, 1, "before\n")
+        assert not store.is_too_large("job", [0], 1)
+        subprocess.run(["fallocate", *option, "--length", "4M", path], check=True)
+        with open(path, "a") as file:
+            file.write("after\n")
+        assert store.is_too_large("job", [0], 1)
+        store.mirror("job", 0, 1)
+        assert not store.is_too_large("job", [0], 1)
+        assert path.stat().st_blocks * 512 <= 64 << 10
+        assert text_of(store).replace("\0", "").endswith("before\nafter\n" if option else "after\n")
+    finally:
+        shutil.rmtree(here)
+
+
+def test_a_job_that_fills_the_hole_in_its_log_gains_nothing(tmp_path: Path) -> None:
+    store = LogStore(tmp_path, limit_bytes=64 << 10)
+    path = write(store, 1, "x" * (256 << 10))
+    store.mirror("job", 0, 1)
+    with open(path, "r+b") as file:
+        file.write(bytes(128 << 10))
+    assert store.is_too_large("job", [0], 1)
+    store.mirror("job", 0, 1)
+    assert not store.is_too_large("job", [0], 1)
+    assert text_of(store) == "x" * (32 << 10)
 
 
 def written_bytes() -> int:

@@ -178,8 +178,10 @@ class LogMirror:
         self._copying: asyncio.Task[None] | None = None
 
     def follow(self, now: float) -> None:
-        """Begin a copy if one is due. `now`: seconds of the monotonic clock."""
-        if now - self._copied_at >= _COPY_S:
+        """Begin a copy, which enforces the limit, if one is due. `now`: seconds of the monotonic clock."""
+        paths, ranks = self._context.paths, self._context.part.ranks
+        is_due = now - self._copied_at >= _COPY_S
+        if is_due or self._context.host.logs.is_too_large(paths.job_uid, ranks, paths.epoch):
             self._copied_at = now
             self.begin()
 

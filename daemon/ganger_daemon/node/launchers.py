@@ -27,6 +27,7 @@ from ganger.text import os_failure
 
 from ganger_daemon.node.accounts import OR_ALL_AS_ROOT, Account, Becoming, closed_step, give_directory, start_as
 from ganger_daemon.node.process_identity import ProcessId, RankProcess, has_other_user, parent_of
+from ganger_daemon.node.log_store import bound_log
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,8 @@ _STOP_S = 0.5
 _LIST_S = 10.0
 _LEAST_S = 0.05
 # Of other accounts, the newest count.
+# Most that the log of a launcher takes of the run directory.
+_LOG_BYTES = 4 << 20
 _MOST_LAUNCHERS = 1_000
 
 __all__ = ["LauncherError", "Launchers", "interpreter_of", "is_python"]
@@ -316,6 +319,12 @@ class Launchers:
         environment: Mapping[str, str],
         account: Account | None = None,
         *,
+    def bound_logs(self) -> None:
+        """Keep the logs of launchers small: what a script prints before it is settled, and whatever an account's
+        launcher writes. Blocks. Raises OSError."""
+        for path in self._directory.glob("*.log"):
+            bound_log(path, _LOG_BYTES)
+
         preload: bool = True,
     ) -> Launcher:
         """A launcher that answers, started if need be: by an account's own program where one is given. `preload`:

@@ -8,6 +8,7 @@ import ctypes
 import logging
 import os
 import re
+import stat
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ PORTION_BYTES = 64 << 20
 _NOTES = re.compile(r"^rank-(\d+)\.json$")
 _SEGMENT = re.compile(r"^rank-(\d+)\.(\d+)\.log$")
 _PUNCH_HOLE_KEEP_SIZE = 0x02 | 0x01
+# Blocks are freed in pages; behind every offset of a file in a tmpfs.
+_PAGE, _FAR = 4096, 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,7 @@ class LogStore:
             return
         # The length first: if the copy does not come about, the reader knows how much is missing.
         self._note(job_uid, rank, epoch, sealed=sealed)
-        self._enforce_limit(job_uid, rank, epoch, path, length)
+        self._enforce_limit(job_uid, rank, epoch, path)
         directory = self._storage_directory(job_uid)
         if directory is None:
             return
@@ -87,6 +90,11 @@ class LogStore:
             _copy(source, target, length, self._limit if sealed else PORTION_BYTES)
             if sealed:
                 os.fsync(target.fileno())
+
+    def is_too_large(self, job_uid: str, ranks: Iterable[int], epoch: int) -> bool:
+        """Return whether the log of a rank takes more of the disk than it may."""
+        paths = (self.segment_path(job_uid, rank, epoch) for rank in ranks)
+        return any(held_bytes(path) > self._limit for path in paths)
 
     def mirror_all(self, job_uid: str, ranks: Iterable[int], epoch: int, sealed: bool = False) -> None:
         """Mirror the logs of all ranks. Blocks. A failed copy is logged, and the next one catches up."""
@@ -177,15 +185,12 @@ class LogStore:
                 notes[epoch] = new
                 _write_notes(directory, rank, notes)
 
-    def _enforce_limit(self, job_uid: str, rank: int, epoch: int, path: Path, length: int) -> None:
+    def _enforce_limit(self, job_uid: str, rank: int, epoch: int, path: Path) -> None:
         directory = self._local / job_uid
         notes = _read_notes(directory, rank)
         dropped = int(notes[epoch].get("dropped", 0))
-        if length - dropped <= self._limit:
-            return
-        # Down to half, so that it is done rarely; whole pages, for the kernel frees no less.
-        cut = (length - self._limit // 2) // 4096 * 4096
-        if cut <= dropped or not _punch(path, dropped // 4096 * 4096, cut):
+        cut = bound_log(path, self._limit, dropped)
+        if cut <= dropped:
             return
         storage = self._storage_directory(job_uid)
         if storage is not None and (storage / path.name).exists():
@@ -267,14 +272,51 @@ def _write_notes(directory: Path, rank: int, notes: dict[int, dict[str, int]]) -
     write_json(path, {"segments": {str(epoch): note for epoch, note in sorted(notes.items())}})
 
 
+def held_bytes(path: Path) -> int:
+    """Return what a file takes of its disk: less than its size with holes, more with blocks that were allocated behind
+    its end. Zero if there is none."""
+    try:
+        return path.lstat().st_blocks * 512
+    except OSError:
+        return 0
+
+
+def bound_log(path: Path, limit_bytes: int, dropped: int = 0) -> int:
+    """Free blocks of a log to which its programs write on, if it takes more than a limit of its disk. Return the offset
+    before which all is gone: `dropped`, that of the last time, if nothing was cut. Raises OSError.
+
+    What a program does with its descriptor counts: `fallocate` behind the end, or writes where a hole was made."""
+    if held_bytes(path) <= limit_bytes:
+        return dropped
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return dropped
+        # Behind the end: a tmpfs frees it by a hole, others by a cut to the same size.
+        _free(fd, -(-os.fstat(fd).st_size // _PAGE) * _PAGE, _FAR)
+        if held_bytes(path) > limit_bytes:
+            os.ftruncate(fd, os.fstat(fd).st_size)
+        if held_bytes(path) <= limit_bytes:
+            return dropped
+        # Down to half, so that it is done rarely; whole pages, for the kernel frees no less.
+        cut = max(dropped, (os.fstat(fd).st_size - limit_bytes // 2) // _PAGE * _PAGE)
+        return cut if _free(fd, 0, cut) else dropped
+    finally:
+        os.close(fd)
+
+
 def _punch(path: Path, start: int, end: int) -> bool:
     """Frees the blocks of [start, end) and keeps the size; False where the file system cannot."""
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        return _free(fd, start, end)
+    finally:
+        os.close(fd)
+
+
+def _free(fd: int, start: int, end: int) -> bool:
     if end <= start:
         return False
     libc = ctypes.CDLL(None, use_errno=True)
     libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        return bool(libc.fallocate(fd, _PUNCH_HOLE_KEEP_SIZE, start, end - start) == 0)
-    finally:
-        os.close(fd)
+    return bool(libc.fallocate(fd, _PUNCH_HOLE_KEEP_SIZE, start, end - start) == 0)
