@@ -21,6 +21,7 @@ import grpc
 from ganger import __version__
 from ganger.agent.v1 import agent_pb2, peer_pb2_grpc
 from ganger.injob.launcher.namespaces import share_links
+from ganger.injob.launcher.process_record import DEFAULT_LIMITS, parse_limits
 from ganger.service_unit import ServiceManager
 from ganger.text import counted, os_failure
 from ganger.wire.endpoints import CredentialError, Endpoint, EndpointError, check_listen_host, find_endpoint
@@ -111,6 +112,10 @@ class DaemonSettings:
     # Accounts that jobs run as: "own" (the daemon's), "system" (those of their users), the path of a map file, or
     # empty: "system" for root with certificates, else "own".
     accounts: str = ""
+    # Whether gangs that run as accounts have a /tmp and a /dev/shm of their own; None: where that is possible.
+    has_private_places: bool | None = None
+    # Soft and hard limits of each rank's process, by name.
+    limits: Mapping[str, tuple[int, int]] = field(default_factory=partial(parse_limits, DEFAULT_LIMITS))
     hooks: NodeHooks = field(default_factory=NodeHooks)
     order_patience_s: float = ORDER_PATIENCE_S
     order_deadline_s: float = ORDER_DEADLINE_S
@@ -152,8 +157,7 @@ class Daemon:
             cgroups = await asyncio.to_thread(self._choose_cgroups, gpu_cores, accounts)
         except ValueError as error:
             raise DaemonError(str(error), DaemonObstacle.SETTING) from error
-        inventory = devices.inventory
-        device_state = await asyncio.to_thread(choose_device_state, inventory.driver)
+        device_state = await asyncio.to_thread(choose_device_state, devices.inventory.driver)
         images = await self._choose_images(accounts, device_state)
         storage.configure(str(known.get("storage", "")), str(known.get("storage_token", "")))
         self.host = NodeContext(
@@ -165,12 +169,13 @@ class Daemon:
             devices=devices,
             images=images,
             device_state=device_state,
-            inventory=inventory,
+            inventory=devices.inventory,
             logs=LogStore(self.paths.logs, storage.shared),
             launchers=Launchers(self.paths.launchers, self.paths.inject, settings.preload, interpreter),
-            cores=CoreTable(inventory.core_map),
+            cores=CoreTable(devices.inventory.core_map),
             revocations=self._revocations(),
             accounts=accounts,
+            places_shared=await asyncio.to_thread(self._are_places_shared, accounts),
             hooks=settings.hooks,
             storage=storage,
             device_cores=gpu_cores,
@@ -178,7 +183,7 @@ class Daemon:
             order_patience_s=settings.order_patience_s,
             order_deadline_s=settings.order_deadline_s,
         )
-        self.host.launchers.enclose = self._enclose
+        self.host.launchers.enclose, self.host.launchers.limits = self._enclose, settings.limits
         endpoint = await self._wait_for_endpoint()
         self.host.token = endpoint.token
         self._peers = PeerCalls(endpoint.token, self._tls)
@@ -273,6 +278,19 @@ class Daemon:
             return accounts, await asyncio.to_thread(interpreter_for_accounts)
         except ValueError as error:
             raise DaemonError(str(error), DaemonObstacle.SETTING) from error
+
+    def _are_places_shared(self, accounts: Accounts) -> bool:
+        """Return whether gangs share /tmp. Raises DaemonError where they must not, and cannot have their own."""
+        wanted = self._settings.has_private_places
+        if wanted is False:
+            return True
+        why = "" if accounts.are_switched else "all jobs run as this daemon's own user (--accounts own)"
+        why = why or self.paths.private_places_trouble()
+        if why and wanted:
+            raise DaemonError(f"--private-tmp: {why}", DaemonObstacle.SETTING)
+        if why and accounts.are_switched:
+            log.warning("jobs share /tmp with each other and the machine", extra={"cause": why})
+        return bool(why)
 
     async def _choose_images(self, accounts: Accounts, devices: DeviceState) -> ProcessImages:
         if accounts.are_switched:
@@ -431,6 +449,7 @@ class Daemon:
                 used = {gang.parts.launcher.key for gang in self.gangs.all()}
                 # it holds images that are moved
                 self.host.launchers.let_go(used | {self.host.launchers.restorer_key})
+                await asyncio.to_thread(self.host.launchers.bound_logs)
                 for event in self.host.devices.take_events():
                     log.warning("device event", extra={"device": event.device, "reason": event.message})
                 found = self.host.devices.faults(), self.host.devices.warnings()
@@ -451,7 +470,6 @@ class Daemon:
             task.add_done_callback(lambda _: self._reviving.pop(launcher, None))
         task = self._reviving[launcher]
         await asyncio.wait((task,), timeout=_REVIVE_S)
-                await asyncio.to_thread(self.host.launchers.bound_logs)
         if task.done():
             task.result()
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 from ganger.console import Directory, Parsed, Within
+from ganger.injob.launcher.process_record import DEFAULT_LIMITS, parse_limits
 from ganger.spec_values import parse_positive_duration
 from ganger.text import parse_memory
 
@@ -97,6 +98,22 @@ _SIZE = Parsed(parse_memory, "size")
     envvar="GANGER_DAEMON_ACCOUNTS",
     help="Run jobs as the daemon's own user, as the accounts of their users, or as those that a file maps them to "
     "(root only). Default: system for root with --tls, else own.  [env: GANGER_DAEMON_ACCOUNTS]",
+)
+@click.option(
+    "--private-tmp/--no-private-tmp",
+    "has_private_places",
+    default=None,
+    envvar="GANGER_DAEMON_PRIVATE_TMP",
+    help="Whether each job that runs as an account has a /tmp and a /dev/shm of its own, removed when it leaves the "
+    "node. Default: it has, where the machine allows it.  [env: GANGER_DAEMON_PRIVATE_TMP]",
+)
+@click.option(
+    "--limits",
+    type=Parsed(parse_limits, "limits"),
+    default=DEFAULT_LIMITS,
+    show_default=True,
+    envvar="GANGER_DAEMON_LIMITS",
+    help="Limits of each process of a job: NAME=SOFT[:HARD] of core, memlock and nofile.  [env: GANGER_DAEMON_LIMITS]",
 )
 @click.option(
     "--prolog",

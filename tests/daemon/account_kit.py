@@ -69,7 +69,7 @@ def remove_groups(cgroups: Cgroups) -> None:
 
 def run(story: Callable[[Accounted], Awaitable[None]], *, certified: bool = False) -> None:
     async def inside(ann: Account, bob: Account) -> None:
-        async with cluster(certified=certified) as made:
+        async with cluster(certified=certified, base="/var/tmp") as made:
             for path in (made.directory, made.storage):
                 path.chmod(0o711)
             these = Accounted(made, ann, bob)

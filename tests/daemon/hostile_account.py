@@ -73,9 +73,9 @@ def run_setuid() -> None:
         raise PermissionError(errno.EPERM, "the program has no more rights than this one")
 
 
-def raise_limit() -> None:
+def raise_limit(limit: int) -> None:
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        resource.setrlimit(limit, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     except ValueError as error:
         raise PermissionError(errno.EPERM, str(error)) from error
 
@@ -127,6 +127,10 @@ ATTEMPTS: dict[str, Callable[[], Any]] = {
     "list another job's images": lambda: os.listdir(at("images")),
     "list the names of jobs": lambda: os.listdir(at("names")),
     "list another job's temporary files": lambda: os.listdir(at("temporary")),
+    "read a file in another job's /tmp": lambda: read("/tmp/secret"),
+    "read another job's segment of shared memory": lambda: read("/dev/shm/secret"),
+    "reach another job's /tmp by its process": lambda: os.listdir(f"/proc/{ANN}/root/tmp"),
+    "reach another job's /tmp by the daemon's directory": lambda: os.listdir(at("places")),
     "make a job's directory on storage": lambda: os.mkdir(f"{at('storage')}/mine"),
     "remove the storage's token": lambda: os.unlink(f"{at('storage')}/.ganger-token"),
     "put code into what other jobs import": lambda: make(f"{at('inject')}/torch.py"),
@@ -159,7 +163,8 @@ ATTEMPTS: dict[str, Callable[[], Any]] = {
     "become root by a setuid program": run_setuid,
     "give a file away": lambda: os.chown(at("own_file"), 0, 0),
     "run before others": lambda: os.setpriority(os.PRIO_PROCESS, 0, -5),
-    "open more files than it may": raise_limit,
+    "open more files than it may": lambda: raise_limit(resource.RLIMIT_NOFILE),
+    "leave a dump of its memory": lambda: raise_limit(resource.RLIMIT_CORE),
     "fork without end": fork_many,
 }
 

@@ -383,9 +383,9 @@ def stop_launcher(socket_path: Path, uid: int | None = None) -> None:
 
 
 @contextlib.asynccontextmanager
-async def cluster(*, certified: bool = False) -> AsyncIterator[Cluster]:
+async def cluster(*, certified: bool = False, base: str = "/tmp") -> AsyncIterator[Cluster]:
     """Everything in a short directory, for sockets have short names."""
-    directory = Path(tempfile.mkdtemp(prefix="gd", dir="/tmp"))
+    directory = Path(tempfile.mkdtemp(prefix="gd", dir=base))
     made = Cluster(directory, certified=certified)
     await made.start()
     try:

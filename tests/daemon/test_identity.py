@@ -301,6 +301,7 @@ MODES = "modes of the daemon's directories and files"
 OWN = "the directory belongs to the account that the other job runs as"
 PROC = "/proc of the launcher's mounts, and another uid"
 UID = "another uid"
+MOUNTS = "mounts of the gang's own"
 GROUPS = "control groups belong to root"
 CAPABILITIES = "no capabilities"
 EXPECTED: dict[str, tuple[set[str], str]] = {
@@ -328,6 +329,10 @@ EXPECTED: dict[str, tuple[set[str], str]] = {
     "list another job's images": (DENIED, MODES),
     "list the names of jobs": (DENIED, MODES),
     "list another job's temporary files": (DENIED, OWN),
+    "read a file in another job's /tmp": (HIDDEN, MOUNTS),
+    "read another job's segment of shared memory": (HIDDEN, MOUNTS),
+    "reach another job's /tmp by its process": (HIDDEN, PROC),
+    "reach another job's /tmp by the daemon's directory": (DENIED, MODES),
     "make a job's directory on storage": (DENIED, MODES),
     "remove the storage's token": (DENIED, MODES),
     "put code into what other jobs import": (DENIED, MODES),
@@ -361,6 +366,7 @@ EXPECTED: dict[str, tuple[set[str], str]] = {
     "give a file away": (DENIED, CAPABILITIES),
     "run before others": (DENIED, CAPABILITIES),
     "open more files than it may": (DENIED, CAPABILITIES),
+    "leave a dump of its memory": (DENIED, "the limit of its processes"),
     "fork without end": ({"EAGAIN"}, "pids.max of the gang's group"),
 }
 
@@ -395,6 +401,8 @@ def test_a_hostile_job_of_another_account_is_denied_all_that_it_tries(
         if is_restored:
             hostile = await _restored(these, hostile)
         words = _words(these, victim, hostile, ranks[0].pid, saved.checkpoint.path)
+        for place in ("tmp", "dev/shm"):
+            (Path(f"/proc/{ranks[0].pid}/root") / place / "secret").write_text("of ann")
         (home / "own").touch()
         os.chown(home / "own", these.bob.uid, these.bob.gid)
         (home / "words.new").write_text(json.dumps(words))
@@ -471,6 +479,7 @@ def _words(these: Accounted, victim: Any, hostile: Any, rank: int, checkpoint: s
         "images": str(made.storage / uid / "images"),
         "names": LINKS,
         "temporary": f"{LINKS}/{uid}-1/tmp",
+        "places": str(directory / "n1" / "tmp" / f"{uid}-1"),
         "storage": str(made.storage),
         "inject": str(run_directory / "inject"),
         "own_run": str(run_directory / hostile.job_uid / str(epoch)),

@@ -34,7 +34,7 @@ def as_stranger() -> Iterator[None]:
 @contextmanager
 def made_accounts(count: int) -> Iterator[list[Account]]:
     """Make accounts of this machine, with shells and homes, and remove them with all that they own there."""
-    home = Path(tempfile.mkdtemp(prefix="gh", dir="/tmp"))
+    home = Path(tempfile.mkdtemp(prefix="gh", dir="/var/tmp"))
     home.chmod(0o711)
     names = [f"gt{os.getpid()}x{number}" for number in range(count)]
     made: list[str] = []

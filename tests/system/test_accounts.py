@@ -34,8 +34,8 @@ def ann() -> Iterator[Account]:
 
 @pytest.fixture
 def cluster(ann: Account) -> Iterator[CertifiedCluster]:
-    # not below pytest's own directory, which is closed to other accounts
-    directory = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
+    # not below pytest's own directory, which is closed to other accounts, nor in /tmp, of which each job has its own
+    directory = Path(tempfile.mkdtemp(prefix="gs", dir="/var/tmp"))
     directory.chmod(0o711)
     (directory / "run").mkdir(mode=0o711)
     accounts = directory / "accounts"

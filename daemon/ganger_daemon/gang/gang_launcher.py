@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Coroutine, Mapping
 from contextlib import suppress
@@ -11,6 +12,7 @@ from typing import Any
 
 from ganger.agent.v1 import agent_pb2
 from ganger.injob.launcher.client import Launcher, LauncherError
+from ganger.injob.launcher.namespaces import take_places_back
 from ganger.injob.page import page_path
 from ganger.injob.state_image import allocated_arena_bytes
 from ganger.protocol.gang_orders import OrderIntent
@@ -20,11 +22,15 @@ from ganger_daemon.gang.exit_watcher import ExitWatcher
 from ganger_daemon.gang.gang_context import GangContext, OfGang, ReceivedOrders
 from ganger_daemon.gang.launch_plan import LaunchRefusedError, Rendezvous, free_port, image_arena_name
 from ganger_daemon.gang.process_image import GangImages
+from ganger_daemon.images.contract import ImageRefusedError
+from ganger_daemon.images.process_tree import mounts_of
 from ganger_daemon.node.accounts import seen_by
 from ganger_daemon.node.daemon_files import read_json, write_json
 from ganger_daemon.node.launchers import children_of, interpreter_of
 from ganger_daemon.node.node_context import NodeContext
 from ganger_daemon.node.process_identity import ProcessId, is_alive
+
+log = logging.getLogger(__name__)
 
 # The launcher's error if it has no arena of that name.
 _NO_ARENA = "NO_ARENA"
@@ -45,17 +51,34 @@ class GangLauncher(OfGang):
     def recall(self, left: Mapping[str, Any]) -> None:
         self.key = str(left.get("launcher", ""))
         self._paths.are_restored = self.is_restorer
+        self._paths.has_places = bool(left.get("has_places", False))
+        if self._paths.has_places and not self.is_restorer:
+            self._host.launchers.hold(self.key, self._paths.group)
         self.arena_bytes = int(left.get("arena_bytes", 0))
         self.image_arena_bytes = int(left.get("image_arena_bytes", 0))
 
     def journal(self) -> dict[str, Any]:
         sizes = {"arena_bytes": self.arena_bytes, "image_arena_bytes": self.image_arena_bytes}
-        return {"launcher": self.key, **sizes}
+        return {"launcher": self.key, "has_places": self._paths.has_places, **sizes}
 
     @property
     def is_restorer(self) -> bool:
         """Whether ranks of an account were restored from an image, which this daemon's own launcher does."""
         return self._paths.account is not None and self._host.launchers.is_own(self.key)
+
+    def release(self) -> None:
+        """Let other gangs have a launcher that this one has held alone: none of its processes is left. Blocks."""
+        if not self.key or not self._paths.has_places or self.is_restorer:
+            return
+        launcher = self.running()
+        try:
+            if launcher is not None:
+                with mounts_of(launcher.pid) as mounts:
+                    take_places_back(mounts)
+        except (OSError, ImageRefusedError) as error:
+            # the next gang of this launcher takes them back first
+            log.warning("places not taken back", extra={"group": self._paths.group, "error": str(error)})
+        self._host.launchers.give_up(self.key, self._paths.group)
 
     def become_restorer(self) -> Launcher:
         """Return the launcher that restores an account's ranks, theirs from now on. Blocks. Raises LauncherError."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from ganger.failpoints import hit
 from ganger.injob.launcher.client import ForkedTree, Launcher, LauncherError
-from ganger.injob.launcher.namespaces import LINKS, Unit, bind, make_links, unbind
+from ganger.injob.launcher.namespaces import LINKS, TEMPORARY, Unit, bind, give_places, make_links, unbind
 from ganger.injob.process_identity import family
 from ganger.text import os_failure
 
@@ -26,7 +26,7 @@ from ganger_daemon.devices.inventory import VIRTUAL_DRIVER
 from ganger_daemon.gang.gang_context import GangContext, OfGang
 from ganger_daemon.images.contract import PID_FILE, ImageFacts, ImageRefusedError
 from ganger_daemon.images.criu import PORT_IN_USE
-from ganger_daemon.images.process_tree import foreign_process
+from ganger_daemon.images.process_tree import foreign_process, mounts_of
 from ganger_daemon.node.accounts import give_directory, seen_by
 from ganger_daemon.node.daemon_files import LOCK, GangPaths, make_directory, remove_tree
 from ganger_daemon.node.process_identity import ENDING_S, NO_PROCESS, ProcessId, end
@@ -120,7 +120,9 @@ class GangUnit(OfGang):
         self._end()
         names = self.names
         names.make_files()
-        unit = Unit(self._paths.group, names.directory, names.links, [(str(names.files), names.temporary)], has_network)
+        places = [names.temporary, *([TEMPORARY] if self._paths.has_places else [])]
+        binds = [(str(names.files), place) for place in places]
+        unit = Unit(self._paths.group, names.directory, names.links, binds, has_network)
         self.init = launcher.make_unit({**unit._asdict(), "cgroup_procs": list(procs)})
         self._context.write_notes()
 
@@ -198,6 +200,16 @@ class JobNames:
             return f"its directories cannot be named: {os_failure(error)}"
         return ""
 
+    def give_places(self, launcher_pid: int) -> str:
+        """Have the temporary files be /tmp, and /dev/shm be empty, for processes that a launcher starts. Return another
+        gang that needs that launcher's places; empty if it is done. Blocks. Raises OSError."""
+        self.make_files()
+        try:
+            with mounts_of(launcher_pid) as mounts:
+                return give_places(mounts, self._paths.group, str(self.files))
+        except (OSError, ImageRefusedError) as error:
+            raise OSError(errno.EPERM, f"it gets no /tmp and /dev/shm of its own: {os_failure(error)}") from error
+
     def make_files(self) -> None:
         """Make the directory with the temporary files. Raises OSError."""
         if self._paths.account is None:
@@ -247,7 +259,7 @@ class JobNames:
             own = f"{LINKS}/{self._paths.group}"
             unbind(f"{own}/tmp")
             remove_tree(Path(own))
-            remove_tree(self.files)
+        remove_tree(self.files)
 
 
 def sweep_names(run: Path, links: Path = Path(LINKS)) -> None:

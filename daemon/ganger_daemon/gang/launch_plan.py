@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ganger.agent.v1 import agent_pb2
+from ganger.injob.launcher.namespaces import SHARED_MEMORY, TEMPORARY
 from ganger.injob.launcher.process_record import TaskPlace, rank_environment, torchrun_environment
 from ganger.injob.page import page_path
 from ganger.injob.page_layout import VERSION
@@ -147,6 +148,18 @@ def check_command(spec: job_pb2.JobSpec) -> None:
 def commands_of(spec: job_pb2.JobSpec) -> list[list[str]]:
     """Return the commands of a job's roles."""
     return [program_of(spec, role.name)[0] for role in spec.roles] or [list(spec.command)]
+
+
+def check_places(spec: job_pb2.JobSpec, storage: Path | None) -> None:
+    """Check that a gang whose /tmp and /dev/shm are its own needs nothing that others have put there. Raises
+    LaunchRefusedError."""
+    for what, path in (("working directory", spec.working_directory), ("storage", str(storage or ""))):
+        for place in (TEMPORARY, SHARED_MEMORY):
+            if path.startswith(f"{place}/"):
+                raise LaunchRefusedError(
+                    f"{what} {path} is in {place}, and each job has a {place} of its own on this node"
+                    " (ganger daemon --private-tmp): use another directory"
+                )
 
 
 def has_no_agent(spec: job_pb2.JobSpec) -> bool:
@@ -356,6 +369,7 @@ def launch_mapping(
         "threads": threads,
         "arena": {"name": paths.name(rank), "bytes": arena_bytes} if arena_bytes else None,
         "touched_bytes": ahead,
+        "limits": {name: list(pair) for name, pair in host.launchers.limits.items()},
     }
     if account is not None:
         mapping |= for_account(paths)

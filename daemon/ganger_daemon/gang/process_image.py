@@ -291,6 +291,7 @@ class GangImages(OfGang):
             "names": self.unit.names.directory,
             "agent": "yes" if self._has_agent() else "",
             "step": str(self._imaged_step),
+            "places": "yes" if self._paths.has_places else "",
             **self._devices.labels(self._device_mask),
         }
         members = () if self.unit.init.pid else tuple(self._host.cgroups.pids(self._paths.group))
@@ -499,6 +500,8 @@ class GangImages(OfGang):
                 raise ImageRefusedError(why)
             hit("image-unpacked")
             self.unit.names.directory = facts.labels["names"]
+            # as at the image, whatever this node's setting is: they have mounts of their own here anyway
+            self._paths.has_places = bool(facts.labels.get("places"))
             has_agent = bool(facts.labels.get("agent"))
             # Noted before there is a process: the next daemon finds it so.
             self.awaits_agent, self.holds_still = has_agent, is_moved and not has_agent

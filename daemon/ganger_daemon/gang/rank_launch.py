@@ -39,6 +39,7 @@ from ganger_daemon.gang.launch_plan import (
     arena_bytes_per_rank,
     check_command,
     check_owner,
+    check_places,
     check_user,
     environment_of,
     image_arena_bytes,
@@ -204,6 +205,8 @@ class RankLaunch(OfGang):
         if account is None and not host.serves_all_users:
             check_user(desired.user)
         seen_by(account, lambda: check_command(desired.spec))
+        if account is not None and not host.places_shared:
+            check_places(desired.spec, host.storage.path)
         return account
 
     async def _give_storage(self, account: Account) -> None:
@@ -267,15 +270,23 @@ class RankLaunch(OfGang):
     def _get_launcher(
         self, desired: agent_pb2.DesiredGang, environment: Mapping[str, str], account: Account | None
     ) -> Launcher:
-        """Return the launcher of the command's interpreter. Raises LauncherError."""
-        launchers, spec = self._host.launchers, desired.spec
+        """Return the launcher of the command's interpreter, with the gang's places. Raises LauncherError, OSError."""
+        launchers, spec, paths = self._host.launchers, desired.spec, self._paths
+        paths.has_places = account is not None and not self._host.places_shared
 
         def seek() -> tuple[str, str]:
             found = interpreter_of(tuple(spec.command), environment, spec.working_directory, launchers.interpreter)
-            return found, launchers.key(found, environment, account)
+            return found, launchers.key(found, environment, account, is_private=paths.has_places)
 
-        interpreter, self._launcher.key = seen_by(account, seek)
-        return launchers.get(self._launcher.key, interpreter, environment, account)
+        interpreter, key = seen_by(account, seek)
+        while True:
+            self._launcher.key = launchers.take(key, paths.group) if paths.has_places else key
+            launcher = launchers.get(self._launcher.key, interpreter, environment, account)
+            other = self._images.unit.names.give_places(launcher.pid) if paths.has_places else ""
+            if not other:
+                return launcher
+            # a former daemon's note of it was lost
+            launchers.hold(self._launcher.key, other)
 
     async def _read_storage(self, desired: agent_pb2.DesiredGang) -> RestorePlan | None:
         """Return what the ranks start from; None while it is being read: the gang's loop goes on meanwhile.
@@ -323,6 +334,7 @@ class RankLaunch(OfGang):
         """Remove the group, cores and arenas of ended ranks. The run directory goes with the gang's outcome."""
         group = self._paths.group
         await self.kill_left()
+        await asyncio.to_thread(self._launcher.release)
         await asyncio.to_thread(self._images.unit.clean)
         if not await asyncio.to_thread(self._host.cgroups.destroy, group):
             log.warning("group not removed", extra={"group": group})

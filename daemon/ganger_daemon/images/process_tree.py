@@ -242,9 +242,19 @@ def _namespace(pid: int | str, kind: str) -> int:
 _NS_GET_USERNS = 0xB701
 
 
+@contextmanager
+def mounts_of(pid: int) -> Iterator[int]:
+    """Give a descriptor of a process's mount namespace for a while, as `open_mounts`."""
+    found = open_mounts(pid)
+    try:
+        yield found
+    finally:
+        os.close(found)
+
+
 def open_mounts(pid: int) -> int:
-    """Return a descriptor of a process's mount namespace, which root has made. Raises ImageRefusedError for another:
-    programs in it would be the job's."""
+    """Return a descriptor of a process's mount namespace, which root has made. Raises OSError, and ImageRefusedError
+    for another: programs in it would be the job's."""
     found = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
     try:
         owner = fcntl.ioctl(found, _NS_GET_USERNS)

@@ -23,13 +23,13 @@ import pwd
 import stat
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from ganger.injob.launcher.namespaces import separate
+from ganger.injob.launcher.namespaces import in_own_thread, separate
+from ganger.injob.launcher.process_record import set_limits
 from ganger.text import os_reason
 
 log = logging.getLogger(__name__)
@@ -169,23 +169,13 @@ def seen_by(account: Account | None, look: Callable[[], _T]) -> _T:
     `look` raises, OSError where the kernel does not switch."""
     if account is None:
         return look()
-    found: list[_T] = []
-    raised: list[BaseException] = []
 
-    def run() -> None:
-        try:
-            _take_file_rights(account)
-            found.append(look())
-        except BaseException as error:
-            raised.append(error)
+    def run() -> _T:
+        _take_file_rights(account)
+        return look()
 
-    # These ids are of a thread. This one ends with them, so that no other work is done under them.
-    thread = threading.Thread(target=run, name="look", daemon=True)
-    thread.start()
-    thread.join()
-    if raised:
-        raise raised[0]
-    return found[0]
+    # These ids are of a thread. It ends with them, so that no other work is done under them.
+    return in_own_thread(run)
 
 
 def _take_file_rights(account: Account) -> None:
@@ -263,12 +253,14 @@ UMASK = 0o077
 
 @dataclass(frozen=True, slots=True)
 class Becoming:
-    """`command` with `environment`, to be executed as `account`. `cgroup_procs`: of control groups to enter first."""
+    """`command` with `environment`, to be executed as `account`. `cgroup_procs`: of control groups to enter first;
+    `limits`: of the process and all that it starts, as `set_limits` takes them."""
 
     account: Account
     command: Sequence[str]
     environment: Mapping[str, str]
     cgroup_procs: Sequence[str] = ()
+    limits: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 def start_as(becoming: Becoming, directory: str, output: BinaryIO) -> subprocess.Popen[bytes]:
@@ -319,6 +311,7 @@ def execute() -> None:
         for path in fields["cgroup_procs"]:
             with open(path, "w", encoding="ascii") as file:
                 file.write(str(os.getpid()))
+        set_limits(fields["limits"])
         try:
             separate()
         except OSError as error:

@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ganger.injob.launcher.namespaces import TEMPORARY, in_own_thread, separate
 from ganger.injob.launcher.process_record import sync
 from ganger.text import os_failure, os_reason
 
@@ -260,6 +261,8 @@ class GangPaths:
         self.account: Account | None = None
         # Whether this process's own launcher records the ends of an account's ranks.
         self.are_restored = False
+        # Whether their /tmp and /dev/shm are no other gang's.
+        self.has_places = False
         self.gang = job / "gang.json"
         self.wanted = job / "wanted.json"
         self.local = job / "local.json"
@@ -405,6 +408,17 @@ class DaemonPaths:
             raise DirectoryNameError(
                 f"jobs of other accounts cannot read {package}: {why}; install Ganger elsewhere, {OR_ALL_AS_ROOT}"
             )
+
+    def private_places_trouble(self) -> str:
+        """Return why gangs cannot have a /tmp and a /dev/shm of their own here; empty if they can."""
+        for path, flag in ((self.state, "--state-dir"), (self.run, "--run-dir")):
+            if path.resolve().is_relative_to(TEMPORARY):
+                return f"{path} is in {TEMPORARY}, where jobs would not see it: choose another {flag}"
+        try:
+            in_own_thread(separate)
+        except OSError as error:
+            return f"no mounts can be made here: {os_failure(error)}"
+        return ""
 
     def sweep(self) -> None:
         """Remove directories that a former daemon had renamed and not removed."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import itertools
 import logging
 import os
 import shutil
@@ -26,8 +27,8 @@ from ganger.injob.launcher.process_record import startup_variables
 from ganger.text import os_failure
 
 from ganger_daemon.node.accounts import OR_ALL_AS_ROOT, Account, Becoming, closed_step, give_directory, start_as
-from ganger_daemon.node.process_identity import ProcessId, RankProcess, has_other_user, parent_of
 from ganger_daemon.node.log_store import bound_log
+from ganger_daemon.node.process_identity import ProcessId, RankProcess, has_other_user, parent_of
 
 log = logging.getLogger(__name__)
 
@@ -44,9 +45,9 @@ _STOP_S = 0.5
 # One that is importing answers when it is done.
 _LIST_S = 10.0
 _LEAST_S = 0.05
-# Of other accounts, the newest count.
 # Most that the log of a launcher takes of the run directory.
 _LOG_BYTES = 4 << 20
+# Of other accounts, the newest count.
 _MOST_LAUNCHERS = 1_000
 
 __all__ = ["LauncherError", "Launchers", "interpreter_of", "is_python"]
@@ -156,6 +157,8 @@ class Launchers:
         self.interpreter = interpreter
         # Returns the cgroup.procs files that an account's launcher enters; what it starts it takes with it.
         self.enclose: Callable[[Account], Sequence[str]] = lambda account: ()
+        # Of each rank; a launcher of an account has them from its start.
+        self.limits: Mapping[str, tuple[int, int]] = {}
         self._directory = directory
         self._inject = inject
         self._preload = preload
@@ -165,22 +168,48 @@ class Launchers:
         self._starting: dict[str, threading.Lock] = {}
         self._warm = ""
         self._is_closed = False
+        # Gang that a launcher serves alone, by the launcher's name.
+        self._holders: dict[str, str] = {}
 
     @property
     def inject(self) -> str:
         return prepare_inject_directory(str(self._inject))
 
     @staticmethod
-    def key(interpreter: str, environment: Mapping[str, str], account: Account | None = None) -> str:
-        """Return the name of a launcher. Another account's begins with its uid, as its socket's directory."""
+    def key(
+        interpreter: str, environment: Mapping[str, str], account: Account | None = None, *, is_private: bool = False
+    ) -> str:
+        """Return the name of a launcher. Another account's begins with its uid, as its socket's directory.
+        `is_private`: it has one gang at a time (`take`)."""
         # `python` and `python3` of one directory are one interpreter; links in different ones are environments apart
         place = os.path.dirname(os.path.abspath(interpreter))
         # one that has left a group gets another launcher
-        owner = "" if account is None else str((account.uid, account.gid, account.groups))
+        owner = "" if account is None else str((account.uid, account.gid, account.groups, *(["private"] * is_private)))
         parts = [owner, place, os.path.realpath(interpreter)]
         parts += [f"{name}={value}" for name, value in sorted(_base(environment).items())]
         name = f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}-{code_of()}"
         return name if account is None else f"{account.uid}/{name}"
+
+    def take(self, key: str, gang: str) -> str:
+        """Return the name of the first launcher of this kind that no other gang holds, and let the gang hold it: its
+        mounts are the gang's until `give_up`."""
+        kind, _, code = key.rpartition("-")
+        with self._lock:
+            names = itertools.chain((key,), (f"{kind}.{number}-{code}" for number in itertools.count(1)))
+            found = next(name for name in names if self._holders.get(name, gang) == gang)
+            self._holders[found] = gang
+        return found
+
+    def hold(self, key: str, gang: str) -> None:
+        """Note that a gang has held a launcher under a former daemon."""
+        with self._lock:
+            self._holders[key] = gang
+
+    def give_up(self, key: str, gang: str) -> None:
+        """Let other gangs have a launcher that this one has held."""
+        with self._lock:
+            if self._holders.get(key) == gang:
+                del self._holders[key]
 
     def socket_path(self, key: str) -> Path:
         return self._directory / f"{key}.sock"
@@ -290,6 +319,12 @@ class Launchers:
             for key in unused:
                 self._known.pop(key).close()
 
+    def bound_logs(self) -> None:
+        """Keep the logs of launchers small: what a script prints before it is settled, and whatever an account's
+        launcher writes. Blocks. Raises OSError."""
+        for path in self._directory.glob("*.log"):
+            bound_log(path, _LOG_BYTES)
+
     def stop_idle(self, older_only: bool) -> None:
         """End launchers without ranks: all, or those with other code than ours. Others end with their last rank."""
         ours = code_of()
@@ -319,12 +354,6 @@ class Launchers:
         environment: Mapping[str, str],
         account: Account | None = None,
         *,
-    def bound_logs(self) -> None:
-        """Keep the logs of launchers small: what a script prints before it is settled, and whatever an account's
-        launcher writes. Blocks. Raises OSError."""
-        for path in self._directory.glob("*.log"):
-            bound_log(path, _LOG_BYTES)
-
         preload: bool = True,
     ) -> Launcher:
         """A launcher that answers, started if need be: by an account's own program where one is given. `preload`:
@@ -351,7 +380,7 @@ class Launchers:
                 command: Sequence[str], variables: Mapping[str, str], output: BinaryIO
             ) -> subprocess.Popen[bytes]:
                 assert account is not None, "without one it starts by itself"
-                return start_as(Becoming(account, command, variables, groups), inject, output)
+                return start_as(Becoming(account, command, variables, groups, self.limits), inject, output)
 
             start_launcher(
                 interpreter,

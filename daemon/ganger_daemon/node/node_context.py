@@ -239,6 +239,8 @@ class NodeContext:
     # Of certificates; None where the token guards all links.
     revocations: Revocations | None = None
     accounts: Accounts = field(default_factory=Accounts)
+    # Whether gangs that run as accounts share /tmp, and the gangs of one account and interpreter /dev/shm.
+    places_shared: bool = True
     hooks: NodeHooks = field(default_factory=NodeHooks)
     storage: Storage = field(default_factory=Storage)
     # None until the master has answered once: an adopted gang keeps the lease it has.

@@ -30,8 +30,10 @@ from ganger.injob.launcher.process_record import (
     Launch,
     LaunchError,
     PythonCommand,
+    lift_limits,
     parse_launch,
     python_command,
+    set_limits,
     shortened,
     write_durably,
 )
@@ -212,6 +214,7 @@ def settle(launch: Launch) -> None:
     if launch.cores is not None:
         cores = launch.cores
         _attempt("CORES", f"cannot run on cores {cores}", lambda: os.sched_setaffinity(0, cores))
+    _attempt("LIMITS", "cannot set its limits", lambda: set_limits(launch.limits))
     if launch.no_io_uring:
         _attempt("FILTER", "cannot refuse io_uring", refuse_io_uring)
     os.umask(launch.umask)
@@ -255,6 +258,7 @@ def restore(
         if launch.cores is not None:
             os.sched_setaffinity(0, launch.cores)
         _redirect(os.devnull)
+        lift_limits()
         for number, path in files.items():
             opened = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
             os.dup2(opened, number, inheritable=True)

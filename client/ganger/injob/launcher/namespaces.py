@@ -1,6 +1,7 @@
-"""The unit of a restored process: namespaces in which the pids of an image are free, /dev/shm is private, and the job's
-names lead to the directories of the present epoch, held open by an init that no image has; and a filter of system
-calls. A process that was never restored has no unit: what it has mapped was mapped outside."""
+"""Mounts and namespaces of ranks. The unit of a restored process: namespaces in which the pids of an image are free,
+/dev/shm is private, and the job's names lead to the directories of the present epoch, held open by an init that no
+image has. A process that was never restored has no unit: what it has mapped was mapped outside. Its /tmp and /dev/shm
+are those of its launcher's mounts, which serve one gang at a time. And a filter of system calls."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import signal
 import socket
 import struct
@@ -16,12 +18,17 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import Callable, NamedTuple, NoReturn
+from functools import partial
+from typing import Callable, NamedTuple, NoReturn, TypeVar
+
+_T = TypeVar("_T")
 
 # Under it each job has a directory of names, see `make_links`.
 LINKS = "/run/ganger-unit"
 
+TEMPORARY, SHARED_MEMORY = "/tmp", "/dev/shm"
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWPID, CLONE_NEWNET = 0x00020000, 0x08000000, 0x20000000, 0x40000000
+_CLONE_FS = 0x00000200
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
 UNIT_FLAGS = CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWPID
 _MS_BIND, _MS_REC, _MS_SLAVE, _MS_SHARED, _MS_NOSUID, _MS_NODEV = 0x1000, 0x4000, 1 << 19, 1 << 20, 2, 4
@@ -101,7 +108,7 @@ def _mount_all(unit: Unit) -> None:
 def _mount_own() -> None:
     # What the machine mounts later is seen here; nothing that is mounted here is seen outside.
     _mount("none", "/", "", _MS_REC | _MS_SLAVE)
-    _mount("ganger-shm", "/dev/shm", "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=1777")
+    _mount_memory("ganger-shm")
     _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV, "hidepid=2")
 
 
@@ -110,6 +117,87 @@ def separate() -> None:
     which a user sees no process of others. As root. Raises OSError."""
     _check(_libc.unshare(CLONE_NEWNS), "no mounts of its own")
     _mount_own()
+
+
+def _mount_memory(source: str) -> None:
+    _mount(source, SHARED_MEMORY, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=1777")
+
+
+def in_own_thread(act: Callable[[], _T]) -> _T:
+    """Return what ``act`` returns, or raise what it raises: what it changes of its thread ends with that."""
+    found: list[_T] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(act())
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="look", daemon=True)
+    thread.start()
+    thread.join()
+    if raised:
+        raise raised[0]
+    return found[0]
+
+
+# Begins the source of a gang's /dev/shm in the table of mounts; in that of its /tmp the directory has the gang's name.
+_OF_GANG = "ganger-job-"
+_GANG = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}-\d+")
+
+
+def give_places(mounts: int, gang: str, temporary: str) -> str:
+    """Let a directory be /tmp in a mount namespace, by its descriptor, and /dev/shm be empty, unless they are this
+    gang's already. As root. Return another gang that needs them still, and then change nothing. Raises OSError.
+
+    ``temporary``: named like the gang, beside those of others, each of which is there for as long as its gang is."""
+    if os.fstat(mounts).st_ino == os.stat("/proc/self/ns/mnt").st_ino:
+        raise OSError(errno.EPERM, "its launcher has no mounts of its own")
+
+    def give() -> str:
+        holders = {_holder(SHARED_MEMORY), _holder(TEMPORARY)}
+        others = [one for one in holders - {"", gang} if os.path.isdir(f"{os.path.dirname(temporary)}/{one}")]
+        if others or holders == {gang}:
+            return next(iter(others), "")
+        _take_back()
+        _mount_memory(f"{_OF_GANG}{gang}")
+        _mount(temporary, TEMPORARY, "", _MS_BIND)
+        return ""
+
+    return in_own_thread(partial(_enter_and, mounts, give))
+
+
+def take_places_back(mounts: int) -> None:
+    """Undo `give_places`: what the gang has left in /dev/shm takes no memory any more. Raises OSError."""
+    in_own_thread(partial(_enter_and, mounts, _take_back))
+
+
+def _enter_and(mounts: int, act: Callable[[], _T]) -> _T:
+    # the root directory of this thread is no other's from here on
+    _check(_libc.unshare(_CLONE_FS), "no root directory of its own")
+    _enter(mounts, CLONE_NEWNS)
+    return act()
+
+
+def _take_back() -> None:
+    for place in (TEMPORARY, SHARED_MEMORY):
+        while _holder(place):
+            _check(_libc.umount2(place.encode(), _MNT_DETACH), f"{place} cannot be taken back")
+
+
+def _holder(place: str) -> str:
+    """Return the gang whose directory was mounted last at a place in this thread's mounts; empty for none."""
+    found = ""
+    with open("/proc/thread-self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
+        for words in map(str.split, mounts):
+            if words[4] == place:
+                source = words[words.index("-") + 2]
+                # the kernel marks a directory that was removed meanwhile
+                directory = words[3].replace("//deleted", "")
+                named = source.replace(_OF_GANG, "") if place == SHARED_MEMORY else os.path.basename(directory)
+                found = named if _GANG.fullmatch(named) else ""
+    return found
 
 
 def share_links() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
+import resource
 import shutil
 import sys
 import time
@@ -14,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ganger.injob.page import Page
 from ganger.injob.page_access import PageError
-from ganger.text import os_failure, os_reason
+from ganger.text import os_failure, os_reason, parse_memory
 
 # Variables an interpreter or a library reads once, when it starts: a forked child could not honour a different value.
 _STARTUP_PREFIXES = ("PYTHON", "LD_", "MALLOC_", "TORCH_", "PYTORCH_", "KMP_", "GOMP_", "OMP_", "MKL_", "OPENBLAS_")
@@ -51,7 +53,7 @@ class Launch(NamedTuple):
     ``freezer`` is the file that freezes its control group, "" where signals have to. ``init`` is the pid of the
     init of the unit that it is restored into, 0 for a program that starts. ``no_io_uring``: it gets no rings, of which
     no process image can be taken. ``gate`` is the socket at which the daemon of another user lets it into its cgroups
-    and gives it its log, "" where it enters and opens them itself.
+    and gives it its log, "" where it enters and opens them itself. ``limits``: as `set_limits` takes them.
 
     ``cores`` None leaves the affinity alone, ``threads`` 0 the number of threads."""
 
@@ -73,6 +75,59 @@ class Launch(NamedTuple):
     no_io_uring: bool
     gate: str
     umask: int
+    limits: Mapping[str, Sequence[int]]
+
+
+LIMITS = {"core": resource.RLIMIT_CORE, "memlock": resource.RLIMIT_MEMLOCK, "nofile": resource.RLIMIT_NOFILE}
+UNLIMITED = "unlimited"
+DEFAULT_LIMITS = "core=0,nofile=65536:1048576,memlock=unlimited"
+
+
+def parse_limits(text: str) -> dict[str, tuple[int, int]]:
+    """Return soft and hard limit by name of "core=0,nofile=65536:1048576,memlock=unlimited". Raises ValueError."""
+    found = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        if name not in LIMITS or name in found:
+            raise ValueError(f"{part!r} is no limit: write one of {', '.join(LIMITS)}, once each, with =SOFT[:HARD]")
+        soft, _, hard = value.partition(":")
+        pair = _limit(name, soft), _limit(name, hard or soft)
+        if pair[1] != resource.RLIM_INFINITY and not 0 <= pair[0] <= pair[1]:
+            raise ValueError(f"{part!r}: the soft limit is above the hard one")
+        found[name] = pair
+    return found
+
+
+def _limit(name: str, text: str) -> int:
+    if name == "nofile":
+        if not text.isdecimal() or not int(text):
+            raise ValueError(f"nofile={text}: write a number of open files")
+        return int(text)
+    return resource.RLIM_INFINITY if text == UNLIMITED else parse_memory(text)
+
+
+def set_limits(limits: Mapping[str, Sequence[int]]) -> None:
+    """Set soft and hard limits of this process by name, those of `LIMITS`. A process without root's rights stays below
+    the hard limit that it has."""
+    for name, (soft, hard) in limits.items():
+        try:
+            resource.setrlimit(LIMITS[name], (soft, hard))
+        except (ValueError, OSError):
+            most = resource.getrlimit(LIMITS[name])[1]
+            resource.setrlimit(LIMITS[name], (min(soft, most, key=_size), min(hard, most, key=_size)))
+
+
+def _size(limit: int) -> float:
+    return math.inf if limit == resource.RLIM_INFINITY else limit
+
+
+def lift_limits() -> None:
+    """Allow this process, where it is root, whatever limits the processes of an image had: a restore sets them."""
+    if os.geteuid() == 0:
+        with open("/proc/sys/fs/nr_open", encoding="ascii") as file:
+            most = int(file.read())
+        everything = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+        set_limits({"core": everything, "memlock": everything, "nofile": (most, most)})
 
 
 class PythonCommand(NamedTuple):
@@ -117,6 +172,7 @@ def parse_launch(content: Mapping[str, Any]) -> Launch:
         no_io_uring=take("no_io_uring", bool, False),
         gate=take("gate", str, "", check=lambda path: not path or os.path.isabs(path)),
         umask=take("umask", int, 0o022, check=lambda mask: 0 <= mask <= 0o777),
+        limits=take("limits", dict, {}, check=lambda limits: limits.keys() <= LIMITS.keys()),
     )
     if wrong:
         raise LaunchError("INVALID_LAUNCH", "launch has fields that cannot be used: " + ", ".join(wrong))
