@@ -29,9 +29,11 @@ from ganger_daemon.node.process_identity import (
     end,
     holds_files_of_rank,
     is_alive,
+    parent_of,
     recognise,
 )
 from kit.waiting import eventually
+from rpc.kit import until
 
 
 @pytest.fixture
@@ -75,9 +77,11 @@ async def kill_daemon(made: Cluster) -> None:
     made.master.book("n1").observed.clear()
 
 
-def kill_launcher(made: Cluster) -> None:
+def kill_launcher(made: Cluster, *, with_reaper: bool = False) -> None:
     (path,) = (made.directory / "r-n1" / "launchers").glob("*.sock")
     with Launcher(str(path)) as launcher:
+        if with_reaper:
+            os.kill(parent_of(launcher.pid), signal.SIGKILL)
         os.kill(launcher.pid, signal.SIGKILL)
 
 
@@ -245,5 +249,37 @@ def test_a_daemon_of_another_name_does_not_take_the_directory_of_a_node_whose_jo
         await made.stop_daemon("n1")
         with pytest.raises(DaemonError, match=r"is that of node n1, whose jobs may still run: give --node n1, or, "):
             await made.daemon("n2", state_directory=made.directory / "n1")
+
+    run(story)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(("code", "with_reaper"), [(0, False), (3, False), (0, True)])
+def test_a_script_that_ends_without_daemon_and_launcher_is_known_to_have_ended_and_never_run_again_in_silence(
+    code: int, with_reaper: bool
+) -> None:
+    async def story(made: Cluster) -> None:
+        await made.daemon_process("n1")
+        await made.until_session("n1")
+        go, uid = made.directory / "go", str(uuid.uuid4())
+        script = f"echo began; until test -e {go}; do sleep 0.05; done; exit {code}"
+        gang = made.gang({"n1": [0]}, "n1", uid=uid, command=["/bin/sh", "-c", script])
+        gang.spec.agent = job_pb2.JobSpec.AGENT_NONE
+        await made.master.want("n1", gang)
+        (rank,) = (await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))).ranks
+        process = ProcessId(rank.pid, start_ticks(rank.pid) or 0)
+        await kill_daemon(made)
+        kill_launcher(made, with_reaper=with_reaper)
+        go.touch()
+        await until(lambda: not is_there(process))
+        await made.daemon_process("n1")
+        outcome = (await made.master.until("n1", 1, in_phase(Observed.PHASE_ENDED))).outcome
+        kinds = agent_pb2.Outcome
+        if with_reaper:
+            assert outcome.kind == kinds.KIND_FAILED
+            assert "the end of rank 0 was not seen" in outcome.message
+        else:
+            assert (outcome.kind, outcome.exit_code) == (kinds.KIND_FAILED if code else kinds.KIND_DONE, code)
+        assert log_of(made.directory, "n1", uid, 0, 1) == ["began"]
 
     run(story)

@@ -19,7 +19,7 @@ from ganger.injob.launcher.client import Launcher, start_launcher
 from ganger.injob.launcher.process_record import rank_environment
 from ganger.injob.page import Page, page_path
 from ganger.injob.page_layout import PageOrderKind
-from ganger.injob.process_identity import ProcessId, start_ticks
+from ganger.injob.process_identity import ProcessId, start_ticks, stat_fields
 from kit.waiting import eventually
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
@@ -86,9 +86,11 @@ class Place:
         Path(launch["cwd"], name).write_text(body)
         return launch
 
-    def kill(self) -> None:
+    def kill(self, *, with_reaper: bool = False) -> None:
         with Launcher(self.socket) as launcher:
             info = launcher.info()
+        if with_reaper:
+            os.kill(int(stat_fields(info["pid"])[1]), signal.SIGKILL)
         os.kill(info["pid"], signal.SIGKILL)
         eventually(lambda: start_ticks(info["pid"]) != info["start_ticks"], what="the launcher's death")
 

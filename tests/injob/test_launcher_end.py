@@ -17,18 +17,29 @@ from ganger.injob.launcher.client import Launcher, LauncherError, start_launcher
 from ganger.injob.launcher.starter import begin, make_starter
 from ganger.injob.page import now_ns
 from ganger.injob.page_layout import Opaque, Word
-from ganger.injob.process_identity import start_ticks
+from ganger.injob.process_identity import ProcessId, start_ticks
 from injob.launcher_kit import Place, exit_record, log_text, page_of, user_environment
 from kit.waiting import eventually
 
+# Of a rank: how it ends once it may.
+EXITS, IS_KILLED = "import sys; open('go').read(); sys.exit(5)", "import os; open('go').read(); os.kill(os.getpid(), 9)"
 
-def test_ranks_survive_their_launcher_and_the_page_knows_their_end(mortal: Place) -> None:
-    launches = []
-    for body in ("import sys; open('go').read(); sys.exit(5)", "import os; open('go').read(); os.kill(os.getpid(), 9)"):
-        launch = mortal.script(mortal.launch([sys.executable, "train.py"], arena={"bytes": 4096}), body)
-        os.mkfifo(os.path.join(launch["cwd"], "go"))
-        launches.append((launch, mortal.fork(launch)))
-    mortal.kill()
+
+def waiting(place: Place, body: str, **more: Any) -> tuple[dict[str, Any], ProcessId]:
+    launch = place.script(place.launch([sys.executable, "train.py"], **more), body)
+    os.mkfifo(os.path.join(launch["cwd"], "go"))
+    return launch, place.fork(launch)
+
+
+def let_end(launch: dict[str, Any]) -> None:
+    with open(os.path.join(launch["cwd"], "go"), "w"):
+        pass
+
+
+@pytest.mark.parametrize("with_reaper", [False, True])
+def test_ranks_survive_their_launcher_and_the_next_one_knows_their_end(mortal: Place, with_reaper: bool) -> None:
+    launches = [waiting(mortal, body, arena={"bytes": 4096}) for body in (EXITS, IS_KILLED)]
+    mortal.kill(with_reaper=with_reaper)
     assert all(start_ticks(forked.pid) == forked.start_ticks for _, forked in launches)
     mortal.start()
     with Launcher(mortal.socket) as launcher:
@@ -41,22 +52,35 @@ def test_ranks_survive_their_launcher_and_the_page_knows_their_end(mortal: Place
         with pytest.raises(LauncherError, match="still the parent"):
             launcher.stop()
     for launch, _ in launches:
-        with open(os.path.join(launch["cwd"], "go"), "w"):
-            pass
+        let_end(launch)
     known, killed = (exit_record(launch) for launch, _ in launches)
-    assert (known["code"], known["source"]) == (5, "page")
-    assert (killed["code"], killed["source"]) == (None, "unknown")
+    # the first process of the machine may reap a rank before its launcher looks
+    assert (known["code"], known["source"]) in ([(5, "wait")] if not with_reaper else [(5, "wait"), (5, "page")])
+    found = (killed["code"], killed.get("signal"), killed["source"])
+    assert found in ([(137, 9, "wait")] if not with_reaper else [(137, 9, "wait"), (None, None, "unknown")])
 
 
-def test_rank_that_ended_without_a_launcher_is_recorded_on_adoption(mortal: Place) -> None:
-    launch = mortal.script(
-        mortal.launch([sys.executable, "train.py"]), "import sys; open('go').read(); print('x'); sys.exit(6)"
-    )
-    os.mkfifo(os.path.join(launch["cwd"], "go"))
-    forked = mortal.fork(launch)
+@pytest.mark.parametrize(("body", "ending"), [(EXITS, (5, None)), (IS_KILLED, (137, 9))])
+def test_the_end_of_a_rank_is_recorded_where_no_launcher_is_left(
+    mortal: Place, body: str, ending: tuple[int, int | None]
+) -> None:
+    launch, forked = waiting(mortal, body)
     mortal.kill()
-    with open(os.path.join(launch["cwd"], "go"), "w"):
-        pass
+    let_end(launch)
+    record = exit_record(launch)
+    assert (record["code"], record.get("signal")) == ending
+    assert (record["pid"], record["start_ticks"]) == forked
+    # the next launcher leaves the record as it is
+    mortal.start()
+    with Launcher(mortal.socket) as launcher:
+        assert not launcher.adopt(launch["name"], *forked, page=launch["page"], exit_path=launch["exit_path"])
+    assert exit_record(launch) == record
+
+
+def test_rank_that_ended_without_a_launcher_and_its_reaper_is_recorded_on_adoption(mortal: Place) -> None:
+    launch, forked = waiting(mortal, "import sys; open('go').read(); print('x'); sys.exit(6)")
+    mortal.kill(with_reaper=True)
+    let_end(launch)
     eventually(lambda: start_ticks(forked.pid) != forked.start_ticks, what="the rank's end")
     assert not os.path.exists(launch["exit_path"])
     mortal.start()

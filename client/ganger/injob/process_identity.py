@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 # What `user_of` returns for a process with several uids: no user's.
 MIXED_UIDS = -1
+# Of `stat_fields`: the time of a process's start, in kernel clock ticks.
+START_FIELD = 19
 # Files of the kernel that freeze a control group, by name: what is written to freeze it, and to thaw it.
 FREEZE_WORDS = {"cgroup.freeze": ("1", "0"), "freezer.state": ("FROZEN", "THAWED")}
 
@@ -36,7 +38,7 @@ def peer_of(connection: socket.socket) -> Peer:
 def start_ticks(pid: int) -> int | None:
     """Return when a process started, in kernel clock ticks; None if there is none. A zombie counts as gone."""
     fields = stat_fields(pid)
-    return None if not fields or fields[0] in (b"Z", b"X") else int(fields[19])
+    return None if not fields or fields[0] in (b"Z", b"X") else int(fields[START_FIELD])
 
 
 def user_of(pid: int) -> int | None:

@@ -104,6 +104,7 @@ class GangPart:
     refusal: str = ""  # Why the ordered level cannot be reached: by a rank's report, or its checkpoint failed
     escalated: bool = False  # Killed because it ignored an order
     out_of_memory: bool = False
+    pages_lost: bool = False  # With the machine's memory: the ranks have not outlived it
     damage: str = ""  # How its job damaged a control page: the gang is killed for it
     stop_signalled: bool = False  # SIGTERM sent for INTENT_STOP or after a rank's failure
     asked_to_save: bool = False  # The signal at which the script saves itself was sent: there is no way back
@@ -159,9 +160,7 @@ def settle(gang: GangPart) -> PartOutcome:
     if gang.wanted.intent is OrderIntent.STOP and gang.stop_signalled:
         return PartOutcome(PartOutcomeKind.STOPPED, code, failed.rank)
     if not ending.known and not gang.damage:
-        return PartOutcome(
-            PartOutcomeKind.UNKNOWN, 0, failed.rank, f"rank {failed.rank} is gone and its exit was not recorded"
-        )
+        return _unseen(gang, failed)
     if ending.code == EXIT_FENCED and not ending.signal and failed.fenced:
         return PartOutcome(PartOutcomeKind.FENCED, code, failed.rank, "its epoch was over")
     if ending.code == EXIT_NO_STATE and not ending.signal:
@@ -170,6 +169,22 @@ def settle(gang: GangPart) -> PartOutcome:
         return PartOutcome(PartOutcomeKind.FAILED, code, failed.rank, f"killed: {gang.damage}")
     how = f"was killed by signal {ending.signal}" if ending.signal else f"exited with code {ending.code}"
     return PartOutcome(PartOutcomeKind.FAILED, code, failed.rank, f"rank {failed.rank} {how}")
+
+
+def _unseen(gang: GangPart, rank: Rank) -> PartOutcome:
+    """Return the outcome of a rank whose exit was not recorded.
+
+    An agent notes the exit of its program, so one that noted none was killed, and a machine that went down has killed
+    all. Without either the rank may have done all its work: that it runs again is for its user to allow."""
+    if rank.hello or gang.pages_lost:
+        return PartOutcome(
+            PartOutcomeKind.UNKNOWN, 0, rank.rank, f"rank {rank.rank} is gone and its exit was not recorded"
+        )
+    message = (
+        f"the end of rank {rank.rank} was not seen, as its launcher was killed before: it may have done all its work,"
+        " and is run again only with --max-failures"
+    )
+    return PartOutcome(PartOutcomeKind.FAILED, 0, rank.rank, message)
 
 
 def _saved_itself(gang: GangPart) -> PartOutcome:

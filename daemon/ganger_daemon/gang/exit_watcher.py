@@ -76,6 +76,8 @@ def kept(paths: GangPaths) -> StoredOutcome | None:
 
 # A live launcher records an exit at once; after this long, a missing record counts as lost.
 _RECORD_S = 3.0
+# A dead launcher leaves a process that records it within a moment.
+_ORPHANED_S = 0.5
 
 
 class ExitWatcher:
@@ -152,7 +154,8 @@ class ExitWatcher:
             record, process = self._paths.exit(rank), self.processes[rank]
             found = exit_of(record, process, page_exit_code(rank), launcher_lives=True)
             if found is None:
-                lives = time.monotonic() - since < _RECORD_S and await asyncio.to_thread(launcher_lives)
+                passed_s = time.monotonic() - since
+                lives = passed_s < _ORPHANED_S or (passed_s < _RECORD_S and await asyncio.to_thread(launcher_lives))
                 found = exit_of(record, process, page_exit_code(rank), lives)
             if found is not None:
                 self.exits[rank] = found

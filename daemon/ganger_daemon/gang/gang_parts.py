@@ -149,6 +149,7 @@ class GangParts:
             published_step=self.saving.published_step(wanted, exits.settled),
             escalated=self.escalation.escalated,
             out_of_memory=was_killed and context.host.cgroups.oom_kills(context.paths.group) > 0,
+            pages_lost=not context.pages.readable and not context.pages.damage(),
             damage=context.pages.damage() or self.devices.lost,
             stop_signalled=self.escalation.stop_signalled,
             asked_to_save=bool(self.escalation.asked_to_save_s),

@@ -91,6 +91,9 @@ def test_a_checkpoint_is_parked_only_when_it_is_published() -> None:
         (RUN, (ended(0, signal=9),), {"out_of_memory": True}, PartOutcomeKind.OUT_OF_MEMORY),
         (RUN, (ended(0, signal=9),), {}, PartOutcomeKind.FAILED),
         (RUN, (ended(0, known=False),), {}, PartOutcomeKind.UNKNOWN),
+        # without an agent it may have done its work; not if the machine has gone down
+        (RUN, (Rank(0, exit=RankExit(known=False)),), {}, PartOutcomeKind.FAILED),
+        (RUN, (Rank(0, exit=RankExit(known=False)),), {"pages_lost": True}, PartOutcomeKind.UNKNOWN),
         (RUN, (ended(0, code=76, fenced=True),), {}, PartOutcomeKind.FENCED),
         (RUN, (ended(0, code=75, let_go=True),), {}, PartOutcomeKind.YIELDED),
         # codes that a job gave itself, whatever was ordered

@@ -17,9 +17,10 @@ def main() -> None:
     arguments = parser.parse_args()
     path = os.path.abspath(arguments.socket)
 
-    from ganger.injob.launcher import child_process, starter
+    from ganger.injob.launcher import child_process, orphan_reaper, starter
 
     # While this process is small, and before it has anything that no other may keep.
+    notes = orphan_reaper.leave_reaper()
     helper = starter.make_starter(child_process.start_executed)
     lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -41,7 +42,7 @@ def main() -> None:
 
     preloaded = [] if arguments.no_preload else preload.preload()
     may_fork = not arguments.no_preload and preload.is_fork_safe()
-    server = LauncherServer(path, listener, lock, preloaded, may_fork, arguments.idle_s, helper)
+    server = LauncherServer(path, listener, lock, preloaded, may_fork, arguments.idle_s, helper, notes)
     try:
         server.serve()
     except ChildTask as task:

@@ -13,19 +13,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Callable
 
 from ganger.injob.launcher import child_process
+from ganger.injob.launcher.orphan_reaper import ReaperNotes
 from ganger.injob.launcher.process_record import (
     ExitRecord,
     Launch,
     LaunchError,
     from_code,
     from_page,
+    is_recorded,
     record,
 )
 from ganger.injob.launcher.rank_tree import RankTree, zombie_status
 from ganger.injob.page import Page, now_ns
 from ganger.injob.page_access import PageError
 from ganger.injob.page_layout import Capability, PageOrderKind, Word
-from ganger.injob.process_identity import FREEZE_WORDS, family, stands_still, start_ticks
+from ganger.injob.process_identity import FREEZE_WORDS, ProcessId, family, stands_still, start_ticks
 from ganger.protocol.stop_rules import NEVER, expired, must_be_frozen
 
 
@@ -61,9 +63,13 @@ class LauncherChild:
 
 
 class LauncherChildren:
-    """The processes of one launcher, which its selector watches. ``forget``: called with the name of an ended rank."""
+    """The processes of one launcher, which its selector watches. ``forget``: called with the name of an ended rank;
+    ``notes``: for the reaper that looks after ranks once this launcher is killed."""
 
-    def __init__(self, selector: selectors.BaseSelector, forget: Callable[[str], None]) -> None:
+    def __init__(
+        self, selector: selectors.BaseSelector, forget: Callable[[str], None], notes: ReaperNotes | None = None
+    ) -> None:
+        self._notes = notes
         self._selector = selector
         self._forget = forget
         self._children: dict[int, LauncherChild] = {}
@@ -93,6 +99,8 @@ class LauncherChildren:
         keeper = LeaseKeeper(launch.name, pid, launch.page, launch.freezer, launch.cgroup_procs)
         page, path = launch.page, launch.exit_path
         is_below = tree is not None
+        if self._notes is not None:
+            self._notes.add(ProcessId(pid, start_ticks(pid) or 0), launch.name, path)
         return self.add(LauncherChild(launch.name, "rank", pid, page, path, adopted=is_below, keeper=keeper, tree=tree))
 
     def add_ranks(self, root: LauncherChild, found: list[tuple[Launch, int]]) -> list[LauncherChild]:
@@ -135,18 +143,14 @@ class LauncherChildren:
             return
         if one.keeper is not None:
             one.keeper.close()
+        if self._notes is not None:
+            self._notes.remove(one.pid)
         self._forget(one.name)
-        status = zombie_status(one.pid) if one.tree is not None else None
-        if result is not None:
-            code = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
-            end = from_code(one.name, one.pid, one.start_ticks, code)
-        elif status is not None:
-            end = from_code(one.name, one.pid, one.start_ticks, os.waitstatus_to_exitcode(status))
-        else:
-            end = from_page(one.name, one.pid, one.start_ticks, one.page)
-        if one.launch_error:
-            end = end._replace(source="launch", message=one.launch_error["message"])
-        self.record(one.exit_path, end)
+        end = _end_of(one, result)
+        if end is not None:
+            if one.launch_error:
+                end = end._replace(source="launch", message=one.launch_error["message"])
+            self.record(one.exit_path, end)
         if one.tree is not None:
             one.tree.note_end(one.name)
 
@@ -164,6 +168,21 @@ class LauncherChildren:
                 print(f"ganger launcher: cannot record the end of {end.name}: {error}", file=sys.stderr)
             if os.path.isdir(os.path.dirname(exit_path)):
                 self._unrecorded.append((exit_path, end))
+
+
+def _end_of(one: LauncherChild, result: Any) -> ExitRecord | None:
+    """Return how a rank ended; None where a reaper has recorded it. ``result``: of the wait for it, as far as this
+    process is its parent."""
+    if result is not None:
+        code = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+        return from_code(one.name, one.pid, one.start_ticks, code)
+    # Its parent, or the reaper that has it since then, leaves it a zombie until its end is recorded.
+    status = zombie_status(one.pid, one.start_ticks)
+    if status is not None:
+        return from_code(one.name, one.pid, one.start_ticks, os.waitstatus_to_exitcode(status))
+    if is_recorded(one.exit_path, one.pid):
+        return None
+    return from_page(one.name, one.pid, one.start_ticks, one.page)
 
 
 # Between two looks at a group that does not stand still yet.

@@ -5,11 +5,13 @@ from __future__ import annotations
 import array
 import json
 import os
+import signal
 import socket
 import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, BinaryIO, Callable, NamedTuple
 
 from ganger.injob.launcher.process_record import LAUNCHER_BLAS_THREADS
@@ -94,7 +96,9 @@ def start_launcher(
         elif code is not None:
             break
         time.sleep(0.02)
-    process.kill()
+    # it has a session of its own, with its reaper
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     raise LauncherError("NOT_STARTED", f"{python} runs no launcher: {_tail(log)}")
 

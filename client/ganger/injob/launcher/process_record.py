@@ -354,6 +354,15 @@ def record(path: str, end: ExitRecord) -> None:
     write_durably(path, json.dumps(content).encode() + b"\n")
 
 
+def is_recorded(path: str, pid: int) -> bool:
+    """Return whether there is an exit record of a process with this pid."""
+    try:
+        with open(path, "rb") as file:
+            return bool(json.loads(file.read(1 << 16))["pid"] == pid)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
 def write_durably(path: str, data: bytes, mode: int = 0o600) -> None:
     """Replace a file by one with this content, synced, the directory too."""
     temporary = f"{path}.{os.getpid()}.tmp"

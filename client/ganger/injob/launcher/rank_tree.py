@@ -17,7 +17,7 @@ from ganger.injob.launcher import child_process
 from ganger.injob.launcher.child_process import fill_page
 from ganger.injob.launcher.namespaces import Unit, pid_outside
 from ganger.injob.launcher.process_record import Launch, LaunchError, parse_launch
-from ganger.injob.process_identity import family, stat_fields
+from ganger.injob.process_identity import START_FIELD, family, stat_fields
 
 _IDLE = "import signal\nwhile True: signal.pause()"
 _EXIT_CODE_FIELD = 49  # of `stat_fields`, whose first is the third of /proc/PID/stat
@@ -149,10 +149,11 @@ def listener_port(listener: socket.socket | None) -> int:
     return 0 if listener is None else int(listener.getsockname()[1])
 
 
-def zombie_status(pid: int) -> int | None:
-    """Return the wait status of a process that has ended and was not waited for; None if there is none."""
+def zombie_status(pid: int, ticks: int) -> int | None:
+    """Return the wait status of a process that has ended and was not waited for; None if there is none. ``ticks``:
+    when it started; 0: unknown."""
     fields = stat_fields(pid)
-    if len(fields) <= _EXIT_CODE_FIELD or fields[0] not in (b"Z", b"X"):
+    if len(fields) <= _EXIT_CODE_FIELD or fields[0] not in (b"Z", b"X") or ticks not in (0, int(fields[START_FIELD])):
         return None
     return int(fields[_EXIT_CODE_FIELD])
 

@@ -18,6 +18,7 @@ from ganger.injob.launcher.callers import Caller, LauncherCallers
 from ganger.injob.launcher.child_process import open_listener
 from ganger.injob.launcher.children import LauncherChild, LauncherChildren, LeaseKeeper
 from ganger.injob.launcher.namespaces import end_children, fork_in
+from ganger.injob.launcher.orphan_reaper import ReaperNotes
 from ganger.injob.launcher.process_record import (
     Launch,
     LaunchError,
@@ -69,6 +70,7 @@ class LauncherServer:
         may_fork: bool,
         idle_s: float,
         starter: Starter | None = None,
+        notes: ReaperNotes | None = None,
     ) -> None:
         self._path = path
         self._lock = lock
@@ -78,7 +80,8 @@ class LauncherServer:
         self._starter = starter
         self._selector = selectors.DefaultSelector()
         self._callers = LauncherCallers(self._selector, listener, self._answer)
-        self._children = LauncherChildren(self._selector, self._close_arena)
+        self._notes = notes
+        self._children = LauncherChildren(self._selector, self._close_arena, notes)
         self._arenas: dict[str, int] = {}
         self._stopping = False
 
@@ -435,6 +438,8 @@ class LauncherServer:
         if self._starter is not None:
             # With this copy open, the starter would not notice the launcher's end.
             self._starter.hang_up()
+        if self._notes is not None:
+            self._notes.close()
 
 
 _OPERATIONS: dict[Any, Callable[[LauncherServer, Mapping[str, Any], Reply], None]] = {
