@@ -13,6 +13,7 @@ from ganger_master.core.gang_model import ObservedPhase
 from ganger_master.core.job_model import Capabilities, SuspendLevel
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_image import restored
+from ganger_master.rpc.job_messages import job_to_wire
 from msgspec.structs import replace
 
 MIB = 1 << 20
@@ -262,3 +263,27 @@ def test_arenas_of_gangs_that_report_their_peaks_at_once_fit_together() -> None:
     drive.observe("n1", *told)
     arenas = [drive.state.gangs[drive.job(number).epoch].claims[0].arena_bytes for number in numbers]
     assert sorted(map(bool, arenas)) == [False, True]
+
+
+def test_an_offload_that_no_host_memory_is_left_for_is_refused_and_not_offered() -> None:
+    drive = Drive()
+    number = drive.submit(replace(job_of(1, 64 * GIB), gpu_memory_bytes=0))
+    gang = drive.state.gangs[drive.start(number)]
+
+    def offers() -> bool:
+        job = drive.job(number)
+        return bool(job_to_wire(job, drive.state.gangs[job.epoch], None).capabilities.can_offload)
+
+    drive.runs(number)
+    assert offers(), "its size is not known yet"
+    drive.observe("n1", replace(drive.report(gang, ObservedPhase.RUNNING), peak_device_bytes=10 * GIB))
+    refused = drive.step(SuspendJob(number, SuspendLevel.OFFLOAD))
+    why = "no host memory is left on nodes/n1 for the 11G that it has on GPUs: submit it with less --memory"
+    assert isinstance(refused, Refused)
+    assert why in str(refused)
+    assert not offers()
+    message = job_to_wire(drive.job(number), drive.state.gangs[gang.epoch], None)
+    assert message.capabilities.missing["OFFLOAD"] == why
+    # what it is suspended at without a wish is what it can do
+    drive.step(SuspendJob(number, SuspendLevel.NONE))
+    assert drive.state.gangs[gang.epoch].park_level is SuspendLevel.CHECKPOINT

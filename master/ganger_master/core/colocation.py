@@ -16,6 +16,7 @@ from typing import Final
 from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.resources import Claim
 from ganger.cluster.topology import bits
+from ganger.text import format_memory
 from msgspec.structs import replace
 
 from ganger_master.core import gang_orders
@@ -50,6 +51,16 @@ def follow(state: State) -> None:
 
 def has_arenas(gang: Gang) -> bool:
     return all(piece.claim.arena_bytes or not piece.claim.device_mask for piece in gang.pieces)
+
+
+def offload_obstacle(job: JobRecord, gang: Gang | None) -> str:
+    """Return why a running job cannot be offloaded although its program can; empty if nothing is known against it."""
+    if gang is None or gang.intent is not GangIntent.RUN or has_arenas(gang) or not job.arena_bytes_per_device:
+        return ""
+    lacking = [claim for claim in gang.claims if claim.device_mask and not claim.arena_bytes]
+    size = format_memory(job.arena_bytes_per_device * sum(claim.device_mask.bit_count() for claim in lacking))
+    nodes = ", ".join(f"nodes/{claim.node}" for claim in lacking)
+    return f"no host memory is left on {nodes} for the {size} that it has on GPUs: submit it with less --memory"
 
 
 def per_device(gang: Gang) -> int:

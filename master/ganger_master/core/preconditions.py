@@ -10,7 +10,7 @@ from ganger.job_state import JobState
 from ganger_master.core import quarantine
 from ganger_master.core.answers import RefusedError
 from ganger_master.core.approval import find_place, judge_change
-from ganger_master.core.colocation import has_arenas
+from ganger_master.core.colocation import has_arenas, offload_obstacle
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.job_model import JobRecord, SuspendLevel, members_of
 from ganger_master.core.job_rules import closed_to_image
@@ -106,7 +106,8 @@ def check_suspend(state: State, job: JobRecord, level: SuspendLevel) -> SuspendL
     if present == level and job.state is JobState.SUSPENDED:
         return SuspendLevel.NONE
     if level is SuspendLevel.OFFLOAD and gang.intent is GangIntent.RUN and not has_arenas(gang):
-        why = job.capabilities.missing.get("OFFLOAD", "no host memory is reserved for it: submit with --gpu-memory")
+        otherwise = offload_obstacle(job, gang) or "no host memory is reserved for it: submit with --gpu-memory"
+        why = job.capabilities.missing.get("OFFLOAD", otherwise)
         raise RefusedError("LEVEL_UNAVAILABLE", f"{job.name} cannot be offloaded: {why}", {"job": job.name})
     return level
 

@@ -19,6 +19,7 @@ from ganger.wire.errors import SpecInvalid, Violation
 from msgspec import Struct
 
 from ganger_master.core.array_model import LOSS, STEP, Membership, RuleKind, StopRule
+from ganger_master.core.colocation import offload_obstacle
 from ganger_master.core.desired_projection import ranks_by_claim
 from ganger_master.core.ending import runs_since
 from ganger_master.core.events import cut
@@ -327,6 +328,9 @@ def job_to_wire(
         message.checkpoint.CopyFrom(checkpoint_to_wire(job.checkpoint))
     if job.capabilities.known:
         message.capabilities.CopyFrom(capabilities_to_wire(job.capabilities))
+        if job.capabilities.offload and (why := offload_obstacle(job, gang)):
+            message.capabilities.can_offload = False
+            message.capabilities.missing["OFFLOAD"] = why
     if job.spec.array is not None:
         message.array.CopyFrom(membership_to_wire(job, job.spec.array))
     if job.state in (JobState.CANCELLED, JobState.STOPPED):
