@@ -260,6 +260,8 @@ class Daemon:
                     await asyncio.to_thread(self.host.cgroups.destroy, group, _LAUNCHERS_END_S)
             # goes only if no gang is left: their groups lie below
             self.host.cgroups.tidy()
+            if not self.paths.existing():
+                await asyncio.to_thread(self._claimed.tidy)
         self._claimed.release()
 
     @property

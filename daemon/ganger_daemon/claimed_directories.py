@@ -23,6 +23,7 @@ from ganger_daemon.node.daemon_files import (
     choose_run_directory,
     make_private,
     read_json,
+    remove_tree,
     write_json,
 )
 from ganger_daemon.node.node_context import Storage, StorageHungError
@@ -64,6 +65,7 @@ class ClaimedDirectories:
     def __init__(self, state: Path, node: str) -> None:
         self._state, self._node = state, node
         self._locks: list[int] = []
+        self._is_run_named = True
 
     def claim(self, run: Path | None, *, are_accounts_served: bool) -> dict[str, Any]:
         """Lock the state and run directories for this daemon, and return the fields of node.json. `run`: the run
@@ -73,6 +75,7 @@ class ClaimedDirectories:
             make_private(self._state)
             self._take_lock(self._state, "--state-dir")
             known = self._claim_state()
+            self._is_run_named = run is not None
             run = run or choose_run_directory(self._state, known)
             self.paths = DaemonPaths(self._state, run.absolute(), self.machine_uuid)
             self.paths.prepare(are_accounts_served=are_accounts_served)
@@ -124,6 +127,11 @@ class ClaimedDirectories:
         with suppress(OSError):
             os.ftruncate(lock, 0)
             os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+
+    def tidy(self) -> None:
+        """Remove the run directory, unless it was named: no gang is here any more. Blocks."""
+        if not self._is_run_named:
+            remove_tree(self.paths.run)
 
     def release(self) -> None:
         """Let another daemon claim them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,11 +66,12 @@ def test_two_daemons_of_one_node_name_have_cgroups_and_run_directories_of_their_
     assert len(set(roots)) == 2
 
 
-def test_a_daemon_that_starts_again_keeps_its_cgroup_and_its_run_directory(
+def test_a_daemon_that_starts_again_with_gangs_keeps_its_cgroup_and_its_run_directory(
     roots: list[str], runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # of a gang that goes on, with its control pages where the daemon ran before
+    (tmp_path / "n1" / "jobs" / str(uuid.uuid4()) / "1").mkdir(parents=True)
     before = run_directory_of(daemon_of(tmp_path))
-    # its gangs have their control pages where it ran before
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     assert run_directory_of(daemon_of(tmp_path)) == before
     assert roots[0] == roots[1]

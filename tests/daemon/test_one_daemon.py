@@ -11,6 +11,7 @@ from daemon.kit import Cluster, Intents, Observed, in_phase, log_of, run, with_c
 from ganger.agent.v1 import agent_pb2
 from ganger.v1 import job_pb2
 from ganger.wire.channels import NEWEST_VERSION, SUPPORTED_VERSIONS
+from ganger_daemon import claimed_directories
 from rpc.kit import until
 
 pytestmark = pytest.mark.system
@@ -46,6 +47,32 @@ def test_of_a_job_that_has_gone_nothing_stays_on_the_node_and_its_log_on_storage
         await made.master.until_absent("n1", 1)
         await until(lambda: not (made.directory / "n1" / "logs" / uid).exists())
         assert steps_in((made.storage / uid / "logs" / "rank-0.1.log").read_text().splitlines()) == [1, 2, 3]
+
+    run(story)
+
+
+def test_a_daemon_that_ends_without_jobs_leaves_no_run_directory_that_it_has_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def story(made: Cluster) -> None:
+        run_directory, uid = made.directory / "chosen", str(uuid.uuid4())
+        monkeypatch.setattr(claimed_directories, "choose_run_directory", lambda *_: run_directory)
+        await made.daemon("n1", run_directory=None)
+        gang = made.gang({"n1": [0]}, "n1", uid=uid)
+        await made.master.want("n1", gang)
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
+        await made.stop_daemon("n1")
+        assert (run_directory / uid).is_dir(), "its job goes on"
+        await made.daemon("n1", run_directory=None)
+        await made.master.want("n1", with_changes(gang, 2, intent=Intents.INTENT_STOP))
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_ENDED))
+        await made.master.forget("n1", 1)
+        await made.master.until_absent("n1", 1)
+        await made.stop_daemon("n1")
+        assert not run_directory.exists()
+        await made.daemon("n1")
+        await made.stop_daemon("n1")
+        assert (made.directory / "r-n1").is_dir(), "it was named"
 
     run(story)
 
