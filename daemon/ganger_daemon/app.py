@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import platform
+import shutil
 import signal
 import socket
 import sys
@@ -326,6 +327,8 @@ class Daemon:
         for name, program in self._settings.hooks.programs().items():
             if trouble := hook_trouble(program):
                 raise DaemonError(f"--{name}: {trouble}", DaemonObstacle.SETTING)
+        if self._settings.hooks.run_as_user and shutil.which("setpriv") is None:
+            raise DaemonError("--hooks-as-user: no setpriv on the path (Debian: util-linux)", DaemonObstacle.SETTING)
 
     def _find_master(self) -> Endpoint:
         found = find_endpoint(self._settings.master, self._tls)

@@ -151,6 +151,12 @@ _SIZE = Parsed(parse_memory, "size")
     envvar="GANGER_DAEMON_HOOK_TIMEOUT",
     help="Time after which one of these programs is killed and has failed.  [env: GANGER_DAEMON_HOOK_TIMEOUT]",
 )
+@click.option(
+    "--hooks-as-user",
+    is_flag=True,
+    envvar="GANGER_DAEMON_HOOKS_AS_USER",
+    help="Run prolog and epilog as the account of the job's user.  [env: GANGER_DAEMON_HOOKS_AS_USER]",
+)
 @click.option("--rack", default="", help="Network place: rack.")
 @click.option("--fabric", default="", help="Network place: fabric.")
 @click.option("--storage", type=Directory(may_hang=True), help="Where this node sees the cluster's storage.")
@@ -184,6 +190,7 @@ def daemon(
     hook_timeout: float,
     health_check: Path | None,
     health_check_every: float,
+    hooks_as_user: bool,
     verbose: bool,
     **settings: Any,
 ) -> None:
@@ -207,7 +214,7 @@ def daemon(
         )
     declared = {"disk_mb_per_s": disk_mb_per_s, "net_mb_per_s": net_mb_per_s}
     settings["dimensions"] = {name: amount for name, amount in declared.items() if amount is not None}
-    settings["hooks"] = NodeHooks(prolog, epilog, hook_timeout, health_check, health_check_every)
+    settings["hooks"] = NodeHooks(prolog, epilog, hook_timeout, health_check, health_check_every, hooks_as_user)
     settings.update(preload=not no_preload, order_patience_s=order_deadline / 2, order_deadline_s=order_deadline)
     try:
         asyncio.run(run_daemon(DaemonSettings(**settings)))

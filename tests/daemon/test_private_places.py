@@ -23,6 +23,7 @@ from ganger.agent.v1 import agent_pb2
 from ganger.injob.launcher.client import Launcher
 from ganger.v1 import job_pb2
 from ganger_daemon.claimed_directories import DaemonError
+from ganger_daemon.node.hooks import NodeHooks
 from kit.accounts import makes_accounts
 from rpc.kit import until
 
@@ -270,5 +271,28 @@ def test_a_job_has_the_limits_of_the_daemons_setting(accounts: str) -> None:
         lines = lines_of(these, gang)
         assert lines[:5] == ["0", "0", "512", "4096", most]
         assert lines[-1] == "stays" or (accounts == "own" and most == "unlimited")
+
+    run(story)
+
+
+@pytest.mark.parametrize("as_user", [True, False])
+def test_prolog_and_epilog_run_as_the_account_of_the_job_where_that_is_set(as_user: bool) -> None:
+    async def story(these: Accounted) -> None:
+        made, place = these.made, these.made.directory / "noted"
+        place.mkdir()
+        place.chmod(0o1777)
+        words = "id -un; id -Gn; echo $HOME; grep -E 'CapEff|NoNewPrivs' /proc/self/status"
+        hook = made.directory / "hook"
+        hook.write_text(f"#!/bin/sh\nexec > {place}/$GANGER_HOOK\n{words}\n")
+        hook.chmod(0o755)
+        await these.daemon(hooks=NodeHooks(hook, hook, run_as_user=as_user))
+        await made.master.want("n1", these.gang(these.ann, 1, ["true"]))
+        ended = await these.phase(1, Observed.PHASE_ENDED)
+        assert (ended.outcome.kind, ended.outcome.node_fault) == (agent_pb2.Outcome.KIND_DONE, "")
+        for name in ("prolog", "epilog"):
+            lines = (place / name).read_text().splitlines()
+            assert lines[0] == (these.ann.name if as_user else "root")
+            if as_user:
+                assert lines[2:] == [these.ann.home, "CapEff:\t0000000000000000", "NoNewPrivs:\t1"]
 
     run(story)

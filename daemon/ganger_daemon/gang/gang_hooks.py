@@ -13,6 +13,7 @@ from ganger.wire.resource_names import parse_job_name
 
 from ganger_daemon.gang.gang_context import GangContext, OfGang
 from ganger_daemon.gang.launch_plan import NodeFaultError, own_user
+from ganger_daemon.node.accounts import as_account
 from ganger_daemon.node.daemon_files import make_directory
 from ganger_daemon.node.hooks import HookRun
 
@@ -93,12 +94,15 @@ class GangHooks(OfGang):
         return HookRun(name, self._directory / name, self._hooks.timeout_s)
 
     async def _failure(self, name: str, program: Path) -> str:
-        return await self._run(name).failure(program, self._environment(name))
+        account = self._paths.account if self._hooks.run_as_user else None
+        return await self._run(name).failure([*as_account(account, ()), str(program)], self._environment(name))
 
     def _environment(self, name: str) -> dict[str, str]:
         """Return the variables of a hook. None holds text that the job's user may choose freely."""
         mask, account = self._desired.claim.device_mask, self._paths.account
+        is_users = account is not None and self._hooks.run_as_user
         return {
+            **({"HOME": account.home, "USER": account.name} if is_users and account is not None else {}),
             **self._host.devices.environment(mask),
             "GANGER_HOOK": name,
             "GANGER_NODE": self._host.node,

@@ -49,7 +49,7 @@ from ganger_daemon.images.process_tree import (
     shared_names,
     tracer_of,
 )
-from ganger_daemon.node.accounts import Account, seen_by
+from ganger_daemon.node.accounts import Account, as_account, seen_by
 
 LEAST_VERSION = 4
 PROBE_S = 20.0
@@ -257,18 +257,6 @@ class CriuImages(ProcessImages):
         if code:
             text = reason_of(_text(directory / DUMP_LOG)) or _end(_text(directory / _ERRORS))
             raise ImageRefusedError(text or f"criu dump ended with code {code}")
-
-
-def as_account(account: Account | None, capabilities: Sequence[str]) -> list[str]:
-    """Return the words before a command that runs as an account, with no capabilities but these; none without one.
-
-    What it does by path is then what the account may do: a job can put no link in its way."""
-    if account is None:
-        return []
-    kept = ",".join(["-all", *(f"+{name}" for name in capabilities)])
-    ids = ["--reuid", str(account.uid), "--regid", str(account.gid), "--groups", ",".join(map(str, account.groups))]
-    program = shutil.which("setpriv") or "setpriv"
-    return [program, *ids, "--inh-caps", kept, "--ambient-caps", kept, "--no-new-privs"]
 
 
 def _unprivileged(account: Account | None) -> tuple[str, ...]:

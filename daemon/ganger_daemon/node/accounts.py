@@ -20,6 +20,7 @@ import logging
 import os
 import platform
 import pwd
+import shutil
 import stat
 import subprocess
 import sys
@@ -297,6 +298,18 @@ def become(account: Account) -> None:
     if os.getresuid() != (account.uid,) * 3 or os.getresgid() != (account.gid,) * 3:
         raise PermissionError(f"the identity of account {account.name} was not taken")
     os.umask(UMASK)
+
+
+def as_account(account: Account | None, capabilities: Sequence[str]) -> list[str]:
+    """Return the words before a command that runs as an account, with no capabilities but these; none without one.
+
+    What it does by path is then what the account may do: a job can put no link in its way."""
+    if account is None:
+        return []
+    kept = ",".join(["-all", *(f"+{name}" for name in capabilities)])
+    ids = ["--reuid", str(account.uid), "--regid", str(account.gid), "--groups", ",".join(map(str, account.groups))]
+    program = shutil.which("setpriv") or "setpriv"
+    return [program, *ids, "--inh-caps", kept, "--ambient-caps", kept, "--no-new-privs"]
 
 
 def execute() -> None:

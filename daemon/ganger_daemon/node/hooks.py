@@ -10,7 +10,7 @@ import os
 import signal
 import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,15 +27,16 @@ HOOK_TIMEOUT_S = 300.0
 HEALTH_CHECK_EVERY_S = 60.0
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _SHELL = "/bin/sh"
-# $1: the program, $2: the directory.
+# $1: the directory, then the words of the program. Its output goes into a pipe, whose reader keeps the beginning, at
+# once, and the end: no file grows beyond that.
 _KEEPER = (
-    'cd /; mkdir -- "$2" || exit; printf %s "$$" >"$2/pid"; "$1" >>"$2/output" 2>&1 </dev/null; '
-    'printf %s "$?" >"$2/code.new"; mv -- "$2/code.new" "$2/code"'
+    'cd /; dir=$1; shift; mkdir -- "$dir" && mkfifo -m 600 -- "$dir/pipe" || exit; printf %s "$$" >"$dir/pid"; '
+    '{ dd bs=1024 count=1024 >"$dir/output" 2>/dev/null; tail -c 4096 >"$dir/end"; : >"$dir/read"; } <"$dir/pipe" & '
+    '"$@" >"$dir/pipe" 2>&1 </dev/null; printf %s "$?" >"$dir/code.new"; mv -- "$dir/code.new" "$dir/code"'
 )
 _OUTPUT_BYTES = 4096
-# An output that has grown beyond this is emptied, and how often that is looked at.
-_OUTPUT_MOST = 1 << 20
-_CUT_EVERY_S = 0.1
+# Longest wait for the end of the output once the program has ended: what it has left running may hold the pipe.
+_READ_S, _READ_LOOK_S = 1.0, 0.005
 # Longest wait for a hook that was killed.
 _KILLED_S = 5.0
 
@@ -43,13 +44,14 @@ _KILLED_S = 5.0
 @dataclass(frozen=True, slots=True)
 class NodeHooks:
     """The hooks of a node. `timeout_s`: the time that each run of them has; `health_check_every_s`: from the end of one
-    check to the next."""
+    check to the next; `run_as_user`: prolog and epilog run as the account of the job, and not as this process's."""
 
     prolog: Path | None = None
     epilog: Path | None = None
     timeout_s: float = HOOK_TIMEOUT_S
     health_check: Path | None = None
     health_check_every_s: float = HEALTH_CHECK_EVERY_S
+    run_as_user: bool = False
 
     def programs(self) -> dict[str, Path]:
         """Return the programs that are set, by their flags."""
@@ -80,50 +82,34 @@ class HookRun:
 
     def __init__(self, name: str, directory: Path, timeout_s: float) -> None:
         self._name, self._directory, self._timeout_s = name, directory, timeout_s
-        # The end of what was cut off the output.
-        self._cut = b""
 
     @property
     def is_running(self) -> bool:
         return bool(self._running())
 
-    async def failure(self, program: Path, environment: Mapping[str, str]) -> str:
+    async def failure(self, command: Sequence[str], environment: Mapping[str, str]) -> str:
         """Run the hook, unless it was begun before, and return why it failed; empty if it ended with 0. Cancelled, it
         leaves the hook alone."""
         try:
-            return hook_failure(self._name, await self._end(program, environment), self._timeout_s)
+            return hook_failure(self._name, await self._end(command, environment), self._timeout_s)
         except OSError as error:
             return f"{self._name} cannot be run: {os_failure(error)}"
 
-    async def _end(self, program: Path, environment: Mapping[str, str]) -> HookEnd:
+    async def _end(self, command: Sequence[str], environment: Mapping[str, str]) -> HookEnd:
         keeper = 0
         if not self._directory.exists():
-            keeper = await asyncio.to_thread(self._start, program, environment)
-            await self._ended(keeper, self._timeout_s)
+            keeper = await asyncio.to_thread(self._start, command, environment)
+            await _ended(keeper, self._timeout_s)
         # The keeper of a former daemon may have been quicker.
         while (pid := self._running()) and (left_s := self._left_s()) > 0.0:
-            await self._ended(pid, left_s)
+            await _ended(pid, left_s)
         is_late = bool(self._running())
         await self.kill()
         _reap(keeper)
+        until = time.monotonic() + (0.0 if is_late else _READ_S)
+        while time.monotonic() < until and not (self._directory / "read").exists():  # noqa: ASYNC110  # of no child
+            await asyncio.sleep(_READ_LOOK_S)
         return HookEnd(self._code(), self._output(), is_late)
-
-    async def _ended(self, pid: int, within_s: float) -> None:
-        """Wait for the end of a process, for some seconds at most, and keep the output small meanwhile. The shell
-        appends, so the hook writes on from the new end."""
-        until = time.monotonic() + within_s
-        while (left_s := until - time.monotonic()) > 0.0:
-            if await _ended(pid, min(left_s, _CUT_EVERY_S)):
-                break
-            self._keep_small()
-        self._keep_small()
-
-    def _keep_small(self) -> None:
-        path = self._directory / "output"
-        with suppress(OSError):
-            if path.stat().st_size > _OUTPUT_MOST:
-                self._cut = self._output()
-                os.truncate(path, 0)
 
     async def kill(self) -> None:
         """Kill the hook with all that it has started in its session."""
@@ -132,10 +118,10 @@ class HookRun:
                 os.killpg(pid, signal.SIGKILL)
             await _ended(pid, _KILLED_S)
 
-    def _start(self, program: Path, environment: Mapping[str, str]) -> int:
+    def _start(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
         return os.posix_spawn(
             _SHELL,
-            [_SHELL, "-c", _KEEPER, "ganger-hook", str(program), str(self._directory)],
+            [_SHELL, "-c", _KEEPER, "ganger-hook", str(self._directory), *command],
             {"PATH": _PATH, **environment},
             file_actions=[(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in (0, 1, 2)],
             # Python ignores them, and what is ignored is inherited.
@@ -166,12 +152,16 @@ class HookRun:
             return None
 
     def _output(self) -> bytes:
+        """Return the end of the output, as far as it was read."""
+        return b"".join(map(self._tail, ("output", "end")))[-_OUTPUT_BYTES:]
+
+    def _tail(self, name: str) -> bytes:
         try:
-            with open_plain(self._directory / "output") as file:
+            with open_plain(self._directory / name) as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - _OUTPUT_BYTES))
-                return (self._cut + file.read(_OUTPUT_BYTES))[-_OUTPUT_BYTES:]
+                return file.read(_OUTPUT_BYTES)
         except OSError:
-            return self._cut
+            return b""
 
 
 def _reap(pid: int) -> None:
@@ -234,7 +224,7 @@ class HealthCheck:
             # It went with the machine: that shows nothing.
             await asyncio.to_thread(remove_tree, self._run_directory)
         while True:
-            failure = await check.failure(hooks.health_check, environment)
+            failure = await check.failure([str(hooks.health_check)], environment)
             await asyncio.to_thread(remove_tree, self._run_directory)
             self._note(after_check(self._record, failure))
             self.is_known.set()
