@@ -17,7 +17,8 @@ from ganger.agent.v1 import agent_pb2
 from ganger.injob.launcher.namespaces import LINKS
 from ganger.protocol.gang_orders import Mechanism
 from ganger.v1 import job_pb2
-from ganger_daemon.images.criu import choose_images
+from ganger_daemon.images.criu import CriuImages, choose_images
+from ganger_daemon.node.process_identity import parent_of
 from kit.waiting import eventually
 
 needs_images = pytest.mark.skipif(bool(choose_images().unavailable), reason=f"no images: {choose_images().unavailable}")
@@ -307,5 +308,71 @@ async def moves_while_a_daemon_dies(made: Cluster, kind: str, point: str, victim
         assert counts(made, "n1", uid, 1) == before
         assert one_after_the_other(before, counts(made, "n2", uid, 2))
         await ended(made, "n2", new)
+    await ended(made, "n1", gang)
+    await until_nothing_is_left(uid)
+
+
+def waiting_criu(place: Path, when: str) -> Path:
+    """Make a CRIU that waits before one of its actions, `when`: that is "dump" or "restore". It makes the file `at` in
+    this directory, and goes on once there is the file `go`. Every account may use it."""
+    found = choose_images()
+    assert isinstance(found, CriuImages)
+    place.mkdir(exist_ok=True)
+    place.chmod(0o1777)
+    waits = f"touch {place}/at; while [ ! -e {place}/go ]; do sleep 0.02; done"
+    criu = place / "criu"
+    criu.write_text(f'#!/bin/sh\n[ "$1" = {when} ] && {{ {waits}; }}\nexec {found.program} "$@"\n')
+    criu.chmod(0o755)
+    return criu
+
+
+async def restores_while_its_launcher_dies(made: Cluster, place: Path, launcher_of: Callable[[Cluster], int]) -> None:
+    """Let the launcher die that restores a program, before it has recorded that. Nothing is left, and another restore
+    goes on. `launcher_of`: returns its pid while it restores."""
+    uid = str(uuid.uuid4())
+    await made.daemon("n1", criu=str(waiting_criu(place, "restore")))
+    gang = await begun(made, "opaque", uid)
+    parked = await saved(made, "n1", gang)
+    before = counts(made, "n1", uid, 1)
+    await made.master.forget("n1", 1)
+    await made.master.want("n1", from_image(made, gang, parked, "n1", 2))
+    await until((place / "at").exists)
+    launcher = launcher_of(made)
+    os.kill(launcher, signal.SIGSTOP)
+    (place / "go").touch()
+    # it is there, as the child of a launcher that does not know of it yet
+    await until(lambda: processes_of(uid) != [])
+    os.kill(launcher, signal.SIGKILL)
+    refused = await made.master.until("n1", 2, in_phase(Observed.PHASE_ENDED))
+    assert refused.outcome.kind == agent_pb2.Outcome.KIND_LAUNCH_FAILED
+    assert processes_of(uid) == []
+    await made.master.forget("n1", 2)
+    await made.master.until_absent("n1", 2)
+    await until_nothing_is_left(uid)
+    last = from_image(made, gang, parked, "n1", 3)
+    await made.master.want("n1", last)
+    await goes_on(made, "n1", uid, 3)
+    assert one_after_the_other(before, counts(made, "n1", uid, 3))
+    await ended(made, "n1", last)
+    await until_nothing_is_left(uid)
+
+
+async def saves_while_its_launcher_dies(made: Cluster, place: Path) -> None:
+    """Suspend a program on its image, while its launcher dies before the dump. Nothing is lost, and nothing left."""
+    uid = str(uuid.uuid4())
+    await made.daemon("n1", criu=str(waiting_criu(place, "dump")))
+    gang = await begun(made, "opaque", uid)
+    await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **CHECKPOINT))
+    await until((place / "at").exists)
+    os.kill(parent_of(made.master.book("n1").observed[1].ranks[0].pid), signal.SIGKILL)
+    (place / "go").touch()
+    parked = await saved(made, "n1", gang)
+    before = counts(made, "n1", uid, 1)
+    await ended(made, "n1", gang)
+    await until_nothing_is_left(uid)
+    gang = from_image(made, gang, parked, "n1", 2)
+    await made.master.want("n1", gang)
+    await goes_on(made, "n1", uid, 2)
+    assert one_after_the_other(before, counts(made, "n1", uid, 2))
     await ended(made, "n1", gang)
     await until_nothing_is_left(uid)

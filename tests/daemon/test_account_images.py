@@ -26,8 +26,10 @@ from daemon.image_kit import (
     needs_images,
     one_after_the_other,
     opaque,
+    restores_while_its_launcher_dies,
     saved,
     saves_while_its_daemon_dies,
+    saves_while_its_launcher_dies,
     until,
     until_nothing_is_left,
 )
@@ -327,3 +329,16 @@ def test_a_daemon_that_dies_while_it_saves_an_accounts_image_loses_nothing(point
 )
 def test_a_move_of_an_accounts_job_in_which_a_daemon_dies_never_runs_it_twice(point: str, victim: str) -> None:
     run(lambda these: moves_while_a_daemon_dies(these.made, "opaque", point, victim))
+
+
+def test_an_accounts_launcher_that_dies_while_an_image_is_taken_loses_nothing() -> None:
+    run(lambda these: saves_while_its_launcher_dies(these.made, these.made.directory / "criu"))
+
+
+def test_the_launcher_that_restores_for_accounts_leaves_nothing_where_it_dies_before_it_has_recorded_that() -> None:
+    def restorer(made: Cluster) -> int:
+        found = made.daemons["n1"].host.launchers.running_restorer()
+        assert found is not None, "it restores"
+        return found.pid
+
+    run(lambda these: restores_while_its_launcher_dies(these.made, these.made.directory / "criu", restorer))

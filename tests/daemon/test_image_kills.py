@@ -27,20 +27,17 @@ from daemon.image_kit import (
     one_after_the_other,
     opaque,
     prepared,
-    processes_of,
     programs,
+    restores_while_its_launcher_dies,
     saved,
     saves_while_its_daemon_dies,
+    saves_while_its_launcher_dies,
     until,
-    until_nothing_is_left,
 )
 from daemon.kit import Cluster, Intents, Observed, in_phase, log_of, run, with_changes
-from ganger.agent.v1 import agent_pb2
 from ganger.failpoints import OF_DEVICES, OF_IMAGES
 from ganger.injob.launcher.client import Launcher
 from ganger_daemon.gang import process_image
-from ganger_daemon.images.criu import CriuImages, choose_images
-from ganger_daemon.node.process_identity import parent_of
 
 pytestmark = [pytest.mark.system, needs_images]
 
@@ -103,39 +100,16 @@ def test_a_move_in_which_a_daemon_dies_never_runs_the_job_twice(kind: str, place
 
 
 def test_a_launcher_that_dies_before_it_has_recorded_what_it_restored_leaves_nothing(tmp_path: Path) -> None:
-    found = choose_images()
-    assert isinstance(found, CriuImages)
-    waits = f"touch {tmp_path}/at; while [ ! -e {tmp_path}/go ]; do sleep 0.02; done"
-    criu = tmp_path / "criu"
-    criu.write_text(f'#!/bin/sh\n[ "$1" = restore ] && {{ {waits}; }}\nexec {found.program} "$@"\n')
-    criu.chmod(0o755)
+    def launcher(made: Cluster) -> int:
+        (path,) = made.directory.glob("r-n1/launchers/*.sock")
+        with Launcher(str(path)) as found:
+            return found.pid
 
-    async def story(made: Cluster) -> None:
-        uid = str(uuid.uuid4())
-        await made.daemon("n1", criu=str(criu))
-        gang = await begun(made, "opaque", uid)
-        launcher = parent_of(made.master.book("n1").observed[1].ranks[0].pid)
-        parked = await saved(made, "n1", gang)
-        before = counts(made, "n1", uid, 1)
-        await made.master.forget("n1", 1)
-        await made.master.want("n1", from_image(made, gang, parked, "n1", 2))
-        await until((tmp_path / "at").exists)
-        os.kill(launcher, signal.SIGSTOP)
-        (tmp_path / "go").touch()
-        # it runs, as the child of a launcher that does not know of it yet
-        await until(lambda: len(counts(made, "n1", uid, 2)) > 2)
-        os.kill(launcher, signal.SIGKILL)
-        ended = await made.master.until("n1", 2, in_phase(Observed.PHASE_ENDED))
-        assert ended.outcome.kind == agent_pb2.Outcome.KIND_LAUNCH_FAILED
-        assert processes_of(uid) == []
-        await made.master.forget("n1", 2)
-        await made.master.until_absent("n1", 2)
-        await until_nothing_is_left(uid)
-        await made.master.want("n1", from_image(made, gang, parked, "n1", 3))
-        await until(lambda: len(counts(made, "n1", uid, 3)) > 2)
-        assert one_after_the_other(before, counts(made, "n1", uid, 3))
+    run(lambda made: restores_while_its_launcher_dies(made, tmp_path / "criu", launcher))
 
-    run(story)
+
+def test_a_launcher_that_dies_while_an_image_is_taken_loses_nothing(tmp_path: Path) -> None:
+    run(lambda made: saves_while_its_launcher_dies(made, tmp_path / "criu"))
 
 
 def test_a_move_whose_image_is_lost_with_a_launcher_ends_with_the_reason() -> None:
