@@ -24,6 +24,7 @@ from ganger_daemon.cgroups.contract import Variant
 from ganger_daemon.claimed_directories import DaemonError
 from ganger_daemon.node import node_context
 from ganger_daemon.node.launchers import children_of
+from ganger_daemon.node.log_store import held_bytes
 from kit.accounts import makes_accounts
 from kit.waiting import eventually
 from rpc.kit import until
@@ -290,6 +291,24 @@ def test_memory_that_a_job_of_an_account_takes_in_dev_shm_is_its_own_and_ends_it
         assert "much" not in os.listdir("/dev/shm")
         before = len(these.steps(other))
         await until(lambda: len(these.steps(other)) > before)
+
+    run(story)
+
+
+def test_a_job_does_not_keep_the_blocks_that_it_allocates_behind_the_end_of_its_log(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def story(these: Accounted) -> None:
+        daemon = await these.daemon()
+        monkeypatch.setattr(daemon.host.logs, "_limit", 1 << 20)
+        words = "fallocate --keep-size --length 64M /dev/stdout; stat -Lc %b /dev/stdout; exec sleep 600"
+        gang = these.gang(these.ann, 1, ["/bin/sh", "-c", words])
+        await these.made.master.want("n1", gang)
+        path = daemon.host.logs.segment_path(gang.job_uid, 0, 1)
+        await until(lambda: bool(log_of(these.made.directory, "n1", gang.job_uid, 0, 1)))
+        await until(lambda: held_bytes(path) <= 1 << 20)
+        (blocks,) = log_of(these.made.directory, "n1", gang.job_uid, 0, 1)
+        assert int(blocks) * 512 >= 64 << 20
 
     run(story)
 
