@@ -66,7 +66,7 @@ KEYS = frozenset(
         *("nodes", "cpus_per_gpu", "cpus_per_task", "memory", "gpu_memory", "locality", "tolerance", "patience"),
         *("priority", "weight", "converges", "time", "deadline", "max_failures", "scheduler", "preemptible", "movable"),
         *("checkpoint_every", "labels", "agent", "distributed", "mechanism", "must_move", "close_connections"),
-        *("signal", "grace", "requeue", "disk_mb_per_s", "net_mb_per_s", "partition"),
+        *("signal", "grace", "requeue", "checkpoint_copies", "disk_mb_per_s", "net_mb_per_s", "partition"),
     ]
 )
 # One of locality, tolerance and patience replaces all of them.
@@ -137,6 +137,7 @@ def make_spec(
         priority=reader.read("priority", whole_number(-1_000, 1_000), 0),
         weight=reader.read("weight", parse_weight, 0.0),
         gpu_memory_bytes=reader.read("gpu_memory", parse_memory, 0),
+        checkpoint_copies=reader.read("checkpoint_copies", whole_number(1, 2), 0),
         max_failures=reader.read("max_failures", whole_number(0, 1_000), 0),
         scheduler=reader.read("scheduler", parse_scheduler, ""),
         labels=reader.read("labels", parse_labels, no_variables),

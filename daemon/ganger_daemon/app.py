@@ -70,7 +70,7 @@ from ganger_daemon.node.node_context import (
 )
 from ganger_daemon.node.peer_service import PeerServicer
 from ganger_daemon.node.session import Session
-from ganger_daemon.transfer.stream_server import StreamServer, find_parked
+from ganger_daemon.transfer.stream_server import StreamServer, find_state
 
 log = logging.getLogger(__name__)
 
@@ -368,7 +368,7 @@ class Daemon:
             )
             self._stream = _first_that_works(
                 lambda port: StreamServer(
-                    partial(find_parked, self.gangs),
+                    partial(find_state, self.gangs, self.paths.checkpoints),
                     token,
                     host,
                     port,
@@ -399,6 +399,7 @@ class Daemon:
 
     def _describe(self) -> agent_pb2.CreateSessionRequest:
         capabilities = {
+            "disk_checkpoints": "yes",
             **self.host.cgroups.capabilities,
             **self.host.devices.capabilities,
             CAPABILITY: self.host.images.capability,

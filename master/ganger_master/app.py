@@ -309,6 +309,7 @@ class Master:
             limits=UserLimits(config.requests_per_user, config.changes_per_user, config.streams_per_user),
             tls=config.tls,
             authority=config.authority,
+            checkpoints_kept_s=config.checkpoints_kept_s,
             has_stand_bys=self.has_stand_bys,
             revocations=None if config.tls is None else Revocations.beside(config.tls),
             more_handlers=self._more_handlers,

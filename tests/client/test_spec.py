@@ -211,7 +211,8 @@ def test_a_key_that_is_nearly_one_is_told_which() -> None:
         "zebra": wrong(command="x", zebra=1)["zebra"],
     }
     assert (
-        "there are agent, array, checkpoint_every, close_connections, command" in wrong(command="x", zebra=1)["zebra"]
+        "there are agent, array, checkpoint_copies, checkpoint_every, close_connections"
+        in wrong(command="x", zebra=1)["zebra"]
     )
     assert wrong(command="x", array="0-3") == {"array": "a job has none: submit it as an array"}
 

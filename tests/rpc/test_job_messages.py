@@ -70,6 +70,7 @@ SPEC = JobSpec(
     closes_connections=True,
     stop_signal="USR1",
     stop_grace_s=300.0,
+    checkpoint_copies=2,
     role_programs=(RoleProgram("worker", ("sh", "run"), {"A": "b"}),),
 )
 CLAIM = Claim("n1", 0b11, (2000,), 1 << 31, tasks=(2,))
@@ -99,7 +100,7 @@ JOB = JobRecord(
     running_since=2.5,
     failures=1,
     preemptions=2,
-    checkpoint=Checkpoint(30, 4, "checkpoints/30-4", 1 << 20, 2.5),
+    checkpoint=Checkpoint(30, 4, "checkpoints/30-4", 1 << 20, 2.5, ("n1",)),
     capabilities=Capabilities(
         pause=True,
         offload=True,

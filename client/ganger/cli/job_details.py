@@ -47,6 +47,8 @@ def pairs(job: Job) -> list[tuple[str, str]]:
     missing = [f"not {offers.get(name, name.lower())}: {why}" for name, why in sorted(job.capabilities.missing.items())]
     evaluation = f"{counted(job.progress.evaluation.batches_in_row, 'mini-batch')} since the last step"
     saved = f"step {job.checkpoint.step}, {format_memory(job.checkpoint.size_bytes)}, {job.checkpoint.path}"
+    if job.checkpoint.nodes:
+        saved += f" on the disk of {' and '.join(map(number, job.checkpoint.nodes))}"
     return [
         ("job", f"{number(job.name)}  {job.uid}"),
         ("name", spec.display_name),
@@ -359,6 +361,7 @@ def _spec_pairs(spec: JobSpec) -> list[tuple[str, str]]:
         ("time", _time(spec, "time_limit")),
         ("deadline", job_table.instant(spec.deadline)),
         ("max_failures", str(spec.max_failures or "")),
+        ("checkpoint_copies", str(spec.checkpoint_copies or "")),
         ("checkpoint_every", "never" if every < 0 else _time(spec, "checkpoint_interval")),
         ("preemptible", "false" if spec.HasField("preemptible") and not spec.preemptible else ""),
         ("movable", "false" if spec.HasField("movable") and not spec.movable else ""),

@@ -89,6 +89,9 @@ class _Submission(click.Command):
 @click.option("--deadline", metavar="TIME", help="By when it should end: 2026-12-24T18:00, 18:00, or 6h from now.")
 @click.option("--max-failures", metavar="N", help="Restarts after failures of its own.")
 @click.option("--checkpoint-every", metavar="TIME|never", help="Interval of checkpoints to storage.")
+@click.option(
+    "--checkpoint-copies", metavar="1|2", help="Without shared storage: nodes that keep each checkpoint. [default: 1]"
+)
 @click.option("--not-preemptible", is_flag=True, help="Never suspend or move it unless a person asks.")
 @click.option("--no-move", is_flag=True, help="Never move it for another job's sake.")
 @click.option("--scheduler", metavar="MODULE:CLASS", help="Your own job scheduler, started with the job.")

@@ -107,6 +107,12 @@ class Reason(Enum):
         _OF_NODE,
         900.0,
     )
+    CHECKPOINT_AWAY = (
+        "CHECKPOINT_AWAY",
+        _BLOCKER,
+        "the nodes whose disks have its checkpoint cannot be reached",
+        Effect.PASSED_OVER | Effect.NAMED_FIRST,
+    )
     CANNOT_SWITCH_USER = "CANNOT_SWITCH_USER", _BLOCKER, "the daemon cannot become the job's user", _OF_NODE, 900.0
     NODE_RESERVED = "NODE_RESERVED", _BLOCKER, "the node is reserved for other users", _OF_NODE
     CANNOT_RESTORE = "CANNOT_RESTORE", _BLOCKER, "the node cannot restore the job's process image", _OF_NODE, 900.0

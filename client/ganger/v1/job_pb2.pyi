@@ -349,6 +349,7 @@ class JobSpec(google.protobuf.message.Message):
     CLOSES_CONNECTIONS_FIELD_NUMBER: builtins.int
     PARTITION_FIELD_NUMBER: builtins.int
     ROLE_PROGRAMS_FIELD_NUMBER: builtins.int
+    CHECKPOINT_COPIES_FIELD_NUMBER: builtins.int
     display_name: builtins.str
     """A label for people; need not be unique, at most 63 characters."""
     working_directory: builtins.str
@@ -395,6 +396,8 @@ class JobSpec(google.protobuf.message.Message):
     """
     partition: builtins.str
     """The partition whose nodes it may use; empty: the default. Of a job that the master shows: the partition that it is in."""
+    checkpoint_copies: builtins.int
+    """Nodes on which each checkpoint is kept where not all nodes see the storage: 0 or 1: that of rank 0; 2: another one, too."""
     @property
     def command(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """argv; at least one element, at most 1,000, 64 KiB in all."""
@@ -469,10 +472,11 @@ class JobSpec(google.protobuf.message.Message):
         closes_connections: builtins.bool = ...,
         partition: builtins.str = ...,
         role_programs: collections.abc.Iterable[Global___RoleProgram] | None = ...,
+        checkpoint_copies: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable", "_preemptible", b"_preemptible", "checkpoint_interval", b"checkpoint_interval", "convergence", b"convergence", "deadline", b"deadline", "locality", b"locality", "movable", b"movable", "preemptible", b"preemptible", "stop_grace", b"stop_grace", "time_limit", b"time_limit"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable", "_preemptible", b"_preemptible", "agent", b"agent", "checkpoint_interval", b"checkpoint_interval", "closes_connections", b"closes_connections", "command", b"command", "convergence", b"convergence", "deadline", b"deadline", "device_type", b"device_type", "display_name", b"display_name", "distributed", b"distributed", "environment", b"environment", "gpu_memory_bytes", b"gpu_memory_bytes", "gpus_max", b"gpus_max", "gpus_min", b"gpus_min", "is_move_required", b"is_move_required", "labels", b"labels", "locality", b"locality", "max_failures", b"max_failures", "mechanism", b"mechanism", "movable", b"movable", "nodes", b"nodes", "partition", b"partition", "preemptible", b"preemptible", "priority", b"priority", "role_programs", b"role_programs", "roles", b"roles", "scheduler", b"scheduler", "stop_grace", b"stop_grace", "stop_signal", b"stop_signal", "time_limit", b"time_limit", "weight", b"weight", "working_directory", b"working_directory"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable", "_preemptible", b"_preemptible", "agent", b"agent", "checkpoint_copies", b"checkpoint_copies", "checkpoint_interval", b"checkpoint_interval", "closes_connections", b"closes_connections", "command", b"command", "convergence", b"convergence", "deadline", b"deadline", "device_type", b"device_type", "display_name", b"display_name", "distributed", b"distributed", "environment", b"environment", "gpu_memory_bytes", b"gpu_memory_bytes", "gpus_max", b"gpus_max", "gpus_min", b"gpus_min", "is_move_required", b"is_move_required", "labels", b"labels", "locality", b"locality", "max_failures", b"max_failures", "mechanism", b"mechanism", "movable", b"movable", "nodes", b"nodes", "partition", b"partition", "preemptible", b"preemptible", "priority", b"priority", "role_programs", b"role_programs", "roles", b"roles", "scheduler", b"scheduler", "stop_grace", b"stop_grace", "stop_signal", b"stop_signal", "time_limit", b"time_limit", "weight", b"weight", "working_directory", b"working_directory"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__movable: typing_extensions.TypeAlias = typing.Literal["movable"]
     _WhichOneofArgType__movable: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable"]
@@ -747,6 +751,7 @@ class Checkpoint(google.protobuf.message.Message):
     PATH_FIELD_NUMBER: builtins.int
     SIZE_BYTES_FIELD_NUMBER: builtins.int
     CREATE_TIME_FIELD_NUMBER: builtins.int
+    NODES_FIELD_NUMBER: builtins.int
     step: builtins.int
     epoch: builtins.int
     path: builtins.str
@@ -754,6 +759,10 @@ class Checkpoint(google.protobuf.message.Message):
     size_bytes: builtins.int
     @property
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
+    @property
+    def nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """"nodes/{node}": those whose own disks have it; empty: it lies on the storage that all nodes see."""
+
     def __init__(
         self,
         *,
@@ -762,10 +771,11 @@ class Checkpoint(google.protobuf.message.Message):
         path: builtins.str = ...,
         size_bytes: builtins.int = ...,
         create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        nodes: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["create_time", b"create_time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["create_time", b"create_time", "epoch", b"epoch", "path", b"path", "size_bytes", b"size_bytes", "step", b"step"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["create_time", b"create_time", "epoch", b"epoch", "nodes", b"nodes", "path", b"path", "size_bytes", b"size_bytes", "step", b"step"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Checkpoint: typing_extensions.TypeAlias = Checkpoint

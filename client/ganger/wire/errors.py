@@ -135,6 +135,8 @@ NotReady = _error("NotReady", _Code.UNAVAILABLE)
 NotLeader = _error("NotLeader", _Code.UNAVAILABLE, NotReady)
 # The master may have lost its lease after it began the call, which may have been carried out. metadata: as NotLeader.
 LeaseLost = _error("LeaseLost", _Code.UNAVAILABLE, NotReady)
+# A daemon could not fetch a checkpoint from another node's disk.
+CheckpointNotFetched = _error("CheckpointNotFetched", _Code.UNAVAILABLE)
 # Our bug. metadata["id"] finds it in the server's log.
 Internal = _error("Internal", _Code.INTERNAL)
 # No server answers at the address. Made by the client; never sent.

@@ -145,6 +145,7 @@ METHODS: dict[str, Method] = {
         Method(f"{_PEERS}/RelayBoundary", _DAEMONS, None, is_idempotent=False, is_stream=True, largest_bytes=4 * _MIB),
         Method(f"{_PEERS}/GetRendezvous", _DAEMONS, 120.0),
         Method(f"{_PEERS}/ShardWritten", _DAEMONS, largest_bytes=4 * _MIB),
+        Method(f"{_PEERS}/KeepCheckpoint", _DAEMONS, 3700.0),
         Method(f"{_PEERS}/SwitchRow", _DAEMONS, 5.0, largest_bytes=4 * _MIB),
         Method(f"{_PEERS}/ReadLog", _MASTERS, _STREAM_S, is_stream=True),
         Method("grpc.health.v1.Health/Check", _ALL, 5.0),

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ganger.failpoints import hit
 from ganger.injob.state_image import ImageError
@@ -62,11 +62,20 @@ Run = Callable[..., Awaitable[Any]]
 Report = Callable[[ShardReport], Awaitable[bool]]
 
 
+class OnNode(NamedTuple):
+    """How checkpoints are kept on the disk of one node. `collect(unfinished, shards)` blocks and fetches shards of
+    other nodes; it raises OSError. `copy(path)` has other nodes keep a copy, and returns them with what went wrong."""
+
+    node: str
+    collect: Callable[[Path, Collection[Shard]], None]
+    copy: Callable[[str], Awaitable[tuple[tuple[str, ...], str]]]
+
+
 class GangCheckpoints:
     """`publish(tmp, final, manifest)` blocks (the launcher does it) and raises StorageError, or OSError for what may
     pass; `report`, of a member, sends the leader shards or a refusal, and returns whether the checkpoint is published.
     `wanted`: checkpoints the master would start the job from; None: not known, and nothing is removed. `run` calls
-    functions that block."""
+    functions that block. `on_node`: of gangs whose checkpoints do not lie on storage."""
 
     def __init__(
         self,
@@ -79,6 +88,7 @@ class GangCheckpoints:
         changed: Callable[[], None],
         wanted: frozenset[CheckpointName] | None = frozenset(),
         run: Run = asyncio.to_thread,
+        on_node: OnNode | None = None,
     ) -> None:
         self._job_uid = job_uid
         self._epoch = epoch
@@ -89,6 +99,7 @@ class GangCheckpoints:
         self._changed = changed
         self.wanted = wanted
         self._run = run
+        self._on_node = on_node
         self._collections: dict[int, ShardCollection] = {}
         self._described: dict[tuple[int, int], Shard] = {}  # By (agreement, rank)
         self._refused: dict[int, str] = {}
@@ -109,7 +120,7 @@ class GangCheckpoints:
         for name, place in reversed(every(storage, self._job_uid)):
             if name.epoch == self._epoch:
                 with suppress(ValueError):  # A manifest that its job has spoilt
-                    found = found_checkpoint(storage, self._job_uid, name, place)
+                    found = self._found(storage, name, place)
                     # Where storage hung, a newer one may have been published meanwhile.
                     self.published = self.published or found
                     return
@@ -174,7 +185,7 @@ class GangCheckpoints:
 
     def tidy(self, storage: Path) -> None:
         """Remove the files of checkpoints that were given up. Blocks."""
-        for place in PLACES if self._leads else ():
+        for place in PLACES if self._leads or self._on_node is not None else ():
             collect_abandoned(checkpoints_directory(storage, self._job_uid, place), self._epoch)
 
     async def durable(
@@ -190,7 +201,9 @@ class GangCheckpoints:
                 self._retry_at = time.monotonic() + _RETRY_S
                 return
             if not self._leads:
-                await self._report_shards(agreement, step, shards)
+                if await self._report_shards(agreement, step, shards) and self._on_node is not None:
+                    # The leader has them all.
+                    await self._run(remove_tree, tmp)
                 return
         await self.gather(storage, agreement, step, shards, place)
 
@@ -221,17 +234,27 @@ class GangCheckpoints:
                 log.warning("checkpoint not published", extra={"job": self._job_uid, "step": step, "error": str(error)})
                 return
             self.trouble = ""
+            if self._on_node is not None and self.published is not None:
+                # Before its ranks may end: then the copy is there when its node is lost.
+                copies, self.trouble = await self._on_node.copy(self.published.path)
+                self.published = replace(self.published, nodes=(self._on_node.node, *copies))
             self.handed[agreement] = step
         self._changed()
+
+    def _found(self, storage: Path, name: CheckpointName, place: str) -> FoundCheckpoint:
+        found = found_checkpoint(storage, self._job_uid, name, place)
+        return found if self._on_node is None else replace(found, nodes=(self._on_node.node,))
 
     def _publish_now(self, storage: Path, collection: ShardCollection) -> None:
         tmp, final = directories(storage, self._job_uid, self._epoch, collection.step, collection.place)
         if not (final.exists() and not tmp.exists()):
+            if self._on_node is not None:
+                self._on_node.collect(tmp, collection.shards.values())
             hit("mid-fsync")
             self._publish(tmp, final, manifest(collection, self._job_uid, self._epoch, time.time()))
             hit("after-rename")
         name = CheckpointName(collection.step, self._epoch)
-        self.published = found_checkpoint(storage, self._job_uid, name, collection.place)
+        self.published = self._found(storage, name, collection.place)
         log.info("checkpoint published", extra={"job": self._job_uid, "checkpoint": str(name)})
         self.prune(storage)
 
@@ -252,21 +275,23 @@ class GangCheckpoints:
         self._described = {key: shard for key, shard in self._described.items() if key[0] == agreement}
         return found
 
-    async def _report_shards(self, agreement: int, step: int, shards: tuple[Shard, ...]) -> None:
+    async def _report_shards(self, agreement: int, step: int, shards: tuple[Shard, ...]) -> bool:
+        """Report shards to the leader; return whether the checkpoint is published."""
         try:
             published = await self._report(ShardReport(agreement, step, shards))
         except Exception as error:  # The leader may be away for a while: retried until it answers
             self._retry_at = time.monotonic() + _RETRY_S
             log.info("shards not reported to the leader yet", extra={"job": self._job_uid, "error": str(error)})
-            return
+            return False
         if not published:
             self._retry_at = time.monotonic() + self._next_report_s
             self._next_report_s = min(_RETRY_S, 2 * self._next_report_s)
-            return
+            return False
         self._next_report_s = _FIRST_REPORT_S
         self.trouble = ""
         self.handed[agreement] = step
         self._changed()
+        return True
 
 
 def _describe_either(unfinished: Path, published: Path) -> Shard:

@@ -27,13 +27,15 @@ class PartOutcomeKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class FoundCheckpoint:
-    """A complete checkpoint on storage; `path` is relative to the job's directory."""
+    """A complete checkpoint; `path` is relative to the job's directory. `nodes`: those whose own disks have it; none:
+    it lies on the storage that all nodes see."""
 
     step: int
     epoch: int
     path: str
     size_bytes: int = 0
     time_s: float = 0.0
+    nodes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

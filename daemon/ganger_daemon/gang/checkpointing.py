@@ -12,17 +12,28 @@ from operator import and_
 from pathlib import Path
 from typing import Any
 
-from ganger.agent.v1 import agent_pb2
+import grpc
+from ganger.agent.v1 import agent_pb2, peer_pb2
 from ganger.failpoints import hit
 from ganger.injob.launcher.client import Launcher, LauncherError
 from ganger.injob.launcher.process_record import LaunchError, publish
 from ganger.injob.page import PageProgress
 from ganger.injob.page_layout import CHECKPOINT_BIT, Capability, PageParkLevel
 from ganger.protocol.gang_orders import DesiredOrder, Mechanism, OrderIntent
+from ganger.wire.endpoints import EndpointError
+from ganger.wire.resource_names import parse_node_name
 from ganger.wire.times import seconds
 
-from ganger_daemon.checkpoints.gang_checkpoints import GangCheckpoints, StorageError
-from ganger_daemon.checkpoints.storage import CHECKPOINTS, IMAGES, CheckpointName, ShardReport, directories, parse_final
+from ganger_daemon.checkpoints.gang_checkpoints import GangCheckpoints, OnNode, StorageError
+from ganger_daemon.checkpoints.storage import (
+    CHECKPOINTS,
+    IMAGES,
+    CheckpointName,
+    Shard,
+    ShardReport,
+    directories,
+    parse_final,
+)
 from ganger_daemon.core.gang_judgement import PartPhase
 from ganger_daemon.core.part_facts import PartOutcome, PartOutcomeKind, keeps_state
 from ganger_daemon.gang.control_pages import page_order, write_details
@@ -30,6 +41,7 @@ from ganger_daemon.gang.gang_context import GangContext, OfGang, error_of
 from ganger_daemon.gang.process_image import GangImages
 from ganger_daemon.gang.replay_check import ReplayCheck
 from ganger_daemon.node.node_context import ORDER_DEADLINE_S
+from ganger_daemon.transfer.state_stream import StreamError
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +64,7 @@ class CheckpointCoordinator(OfGang):
         super().__init__(context)
         self._images = images
         self._members = desired.members
+        self._user = desired.user
         self._launcher = launcher
         self._replay = ReplayCheck(context, launcher)
         self._tidy_due = False
@@ -65,7 +78,9 @@ class CheckpointCoordinator(OfGang):
             context.wake,
             _names(desired.kept_checkpoints),
             partial(self._host.storage.work.run, within_s=_WORK_S),
+            OnNode(self._host.node, self._collect, self._copy) if self._part.on_nodes else None,
         )
+        self._copy_peers: tuple[str, ...] = tuple(desired.copy_peers)
         self._work: asyncio.Task[None] | None = None
         self._recalling: asyncio.Task[None] | None = None
         self._pruning: asyncio.Task[None] | None = None
@@ -109,11 +124,11 @@ class CheckpointCoordinator(OfGang):
 
     async def _recall(self) -> None:
         with suppress(OSError):
-            await self._host.storage.work.run(self.keeper.recall, self._host.storage.path, within_s=_WORK_S)
+            await self._host.storage.work.run(self.keeper.recall, self._context.storage, within_s=_WORK_S)
         self._context.wake()
 
     async def _prune(self) -> None:
-        storage = self._host.storage.path
+        storage = self._context.storage
         if storage is not None:
             with suppress(OSError):
                 await self._host.storage.work.run(self.keeper.prune, storage, within_s=_WORK_S)
@@ -146,9 +161,10 @@ class CheckpointCoordinator(OfGang):
 
         `is_whole`: no rank has ended; `is_opaque`: nothing in some rank can obey an order at a boundary. Where storage
         is slow or hangs, the gang's loop continues meanwhile."""
-        storage = self._host.storage.path
+        storage = self._context.storage
         if storage is None:
             return
+        self._copy_peers = tuple(desired.copy_peers)
         if self._work is None:
             self._work = asyncio.create_task(self._tend(storage, desired, wanted, phase, now, is_whole, is_opaque))
             await asyncio.wait((self._work,), timeout=_PATIENCE_S)
@@ -174,7 +190,10 @@ class CheckpointCoordinator(OfGang):
             await self._host.storage.work.run(self.keeper.tidy, storage, within_s=_WORK_S)
         found = [self._pages.progress(rank) for rank in self._part.ranks]
         runs = (
-            wanted.intent is OrderIntent.RUN and phase is PartPhase.RUNNING and is_whole and self._host.storage.proved
+            wanted.intent is OrderIntent.RUN
+            and phase is PartPhase.RUNNING
+            and is_whole
+            and self._context.proved_storage is not None
         )
         # A checkpoint from which a rank could not be restored is of no use.
         able = reduce(and_, [progress.capabilities for progress in found])
@@ -191,7 +210,7 @@ class CheckpointCoordinator(OfGang):
 
     def request(self, number: int) -> None:
         """Request checkpoint `number` from the local ranks; the relay carries the request to the others."""
-        write_details(self._host.storage.shared, self._paths, f"checkpoint-{number}")
+        write_details(self._context.proved_storage, self._paths, f"checkpoint-{number}")
         self._pages.request_checkpoint(number)
 
     async def _request_if_due(self, storage: Path, desired: agent_pb2.DesiredGang, now: float) -> None:
@@ -307,6 +326,36 @@ class CheckpointCoordinator(OfGang):
             if launcher is None or error.reason in _STORAGE_REASONS:
                 raise StorageError(error.reason, str(error)) from error
             raise OSError(str(error)) from error
+
+    def _collect(self, unfinished: Path, shards: Collection[Shard]) -> None:
+        """Fetch the shards of other nodes for a checkpoint on this node's disk. Blocks. Raises OSError."""
+        streams = {rank: member.stream_address for member in self._members for rank in member.ranks}
+        for shard in shards:
+            if shard.rank in self._part.ranks:
+                continue
+            try:
+                self._host.fetcher.shard(
+                    streams[shard.rank], self._paths.job_uid, unfinished, shard, self._paths.account
+                )
+            except (StreamError, EndpointError) as error:
+                raise OSError(f"shard of rank {shard.rank}: {error}") from error
+
+    async def _copy(self, path: str) -> tuple[tuple[str, ...], str]:
+        """Have another node keep a copy of a checkpoint. Return the nodes that do, and why not where there is none."""
+        reasons = []
+        for peer in self._copy_peers:
+            request = peer_pb2.KeepCheckpointRequest(
+                job_uid=self._paths.job_uid, path=path, stream=self._members[0].stream_address, user=self._user
+            )
+            try:
+                answer = await self._context.peers.stub(peer).KeepCheckpoint(request)
+            except grpc.aio.AioRpcError as error:
+                reasons.append(f"{peer}: {error.details()}")
+                continue
+            return (parse_node_name(answer.node),), ""
+        if reasons:
+            return (), f"COPY_MISSING: the checkpoint is on one node only: {'; '.join(reasons)}"
+        return (), ""
 
     async def _report(self, report: ShardReport) -> bool:
         leader = self._members[0]

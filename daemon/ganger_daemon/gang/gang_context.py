@@ -60,6 +60,8 @@ class LocalPart:
     world: int
     leads: bool
     pools: tuple[CorePool, ...] = ()
+    # Its checkpoints are kept on its leader's own disk.
+    on_nodes: bool = False
 
 
 def order_key(message: agent_pb2.OrderKey) -> OrderKey:
@@ -112,7 +114,8 @@ def local_part(desired: agent_pb2.DesiredGang, node: str, configuration_set: Con
     ranks = tuple(sorted(mine[0].ranks))
     world = sum(len(member.ranks) for member in desired.members)
     pools = core_pools(desired, ranks, configuration_set)
-    return LocalPart(ranks, _device_masks(desired, ranks), world, desired.members[0].node == mine[0].node, pools)
+    leads = desired.members[0].node == mine[0].node
+    return LocalPart(ranks, _device_masks(desired, ranks), world, leads, pools, desired.checkpoints_on_nodes)
 
 
 def core_pools(
@@ -235,6 +238,16 @@ class GangContext:
         pages = ControlPages(paths.run, desired.epoch, part.world, part.ranks)
         return cls(host, peers, paths, part, pages, wake, write_notes)
 
+    @property
+    def storage(self) -> Path | None:
+        """Where the gang's checkpoints are kept: the storage that all nodes see, or this node's own disk."""
+        return self.host.paths.checkpoints if self.part.on_nodes else self.host.storage.path
+
+    @property
+    def proved_storage(self) -> Path | None:
+        """The same, if this node is proved to see it."""
+        return self.host.paths.checkpoints if self.part.on_nodes else self.host.storage.shared
+
     def cores_by_rank(self) -> dict[int, tuple[int, ...]]:
         """Return the ids of the cores that each local rank may run on: those of its role, else the gang's."""
         cores, pools = self.host.cores, self.part.pools
@@ -354,7 +367,7 @@ class ReceivedOrders:
         if order is None:
             self.is_due = False
             return
-        await asyncio.to_thread(write_details, context.host.storage.shared, context.paths, str(order.seq))
+        await asyncio.to_thread(write_details, context.proved_storage, context.paths, str(order.seq))
         deadline = now_ns() + int(context.host.order_deadline_s * 1e9) if order.stop_seq else 0
         context.pages.write_order(order._replace(deadline_ns=deadline))
         # A newer order may have come while the details were written.
@@ -434,7 +447,7 @@ class RankErrors(OfGang):
         return known[1]
 
     def _room(self) -> str:
-        storage = self._host.storage.path
+        storage = self._context.storage
         free = free_bytes(storage) if storage is not None else None
         if free is None:
             return ""

@@ -22,6 +22,7 @@ from ganger.v1 import job_pb2
 from ganger.wire.endpoints import host_of
 from ganger.wire.resource_names import parse_job_name, parse_node_name
 
+from ganger_daemon.checkpoints.node_checkpoints import Fetcher, FetchError
 from ganger_daemon.checkpoints.storage import Unreadable, newest_found, parse_final, shard_name, token_found, verify
 from ganger_daemon.core.part_facts import FoundCheckpoint, PartOutcomeKind
 from ganger_daemon.gang.gang_context import GangContext, LocalPart
@@ -207,7 +208,7 @@ def restore_plan(desired: agent_pb2.DesiredGang, storage: Path | None, part: Loc
     found = verify(path, part.ranks)
     if isinstance(found, Unreadable):
         # The token is checked last: a checkpoint that vanished with its storage is not damaged.
-        if not found.is_lasting or not token_found(storage):
+        if not found.is_lasting or not (desired.restore.checkpoint_streams or token_found(storage)):
             raise LaunchRefusedError(f"checkpoint {path} cannot be read now: {found.why}")
         left = _on_storage(desired, storage)
         raise StateUnreadableError(f"checkpoint {path} cannot be restored: {found.why}", left)
@@ -218,6 +219,22 @@ def restore_plan(desired: agent_pb2.DesiredGang, storage: Path | None, part: Loc
         raise StateUnreadableError(text, _on_storage(desired, storage))
     kind = "checkpoint" if facts_of(path / shard_name(0)) is None else "image"
     return RestorePlan(kind, str(path), found.step, found.world)
+
+
+def restore_from_nodes(
+    desired: agent_pb2.DesiredGang, fetcher: Fetcher, part: LocalPart, account: Account | None
+) -> RestorePlan:
+    """Return the same for a checkpoint that lies on the disks of nodes: it is fetched first, for `account` where the
+    job runs as one. Blocks. Raises the same errors."""
+    path = desired.restore.checkpoint_path
+    try:
+        fetcher.checkpoint(desired.restore.checkpoint_streams, desired.job_uid, path, account)
+    except FetchError as error:
+        why = f"checkpoint {path} cannot be fetched: {error}"
+        if error.is_lasting:
+            raise StateUnreadableError(why, _on_storage(desired, fetcher.directory)) from error
+        raise LaunchRefusedError(why) from error
+    return restore_plan(desired, fetcher.directory, part)
 
 
 def _check_newest(desired: agent_pb2.DesiredGang, storage: Path) -> None:

@@ -409,7 +409,7 @@ class LocalGang:
         self.parts.launching.hooks.close()
 
     def _awaits_publication(self, facts: GangPart) -> bool:
-        return awaits_publication(facts) and self.context.host.storage.path is not None
+        return awaits_publication(facts) and self.context.storage is not None
 
     async def _reap(self) -> None:
         """Remove what is left of a gang without processes. Its outcome stays until the master has acknowledged it."""

@@ -16,6 +16,7 @@ from ganger.injob.page import PageProgress, now_ns
 from ganger.injob.page_layout import Capability, PagePhase
 from ganger.protocol.gang_orders import DesiredOrder, Mechanism, OrderIntent, ParkLevel
 from ganger.v1 import job_pb2
+from ganger.wire.resource_names import node_name
 from ganger.wire.times import timestamp, timestamp_of_ns
 
 from ganger_daemon.core.gang_judgement import Judgement, PartPhase, has_opaque_rank, is_beyond, is_to_be_taken
@@ -217,6 +218,7 @@ def _checkpoint_to_wire(checkpoint: FoundCheckpoint) -> job_pb2.Checkpoint:
         path=checkpoint.path,
         size_bytes=checkpoint.size_bytes,
         create_time=timestamp(int(checkpoint.time_s)),
+        nodes=[node_name(node) for node in checkpoint.nodes],
     )
 
 
@@ -450,7 +452,7 @@ def _add_without_agent(capabilities: job_pb2.Capabilities, found: GangFindings, 
     else:
         capabilities.missing["OFFLOAD"] = f"{why}: its state cannot be moved out of the device"
     has_images = bool(found.pages) and found.parts.images.are_possible
-    capabilities.can_checkpoint = has_images and context.host.storage.proved
+    capabilities.can_checkpoint = has_images and context.proved_storage is not None
     if not capabilities.can_checkpoint:
         capabilities.missing["CHECKPOINT"] = agent_reason or f"{why}: its state cannot be saved and restored"
         if capabilities.can_offload:
@@ -470,13 +472,13 @@ def _add_of_agent(capabilities: job_pb2.Capabilities, found: GangFindings) -> No
     parts, context, able = found.parts, found.parts.context, _common_bits(found)
     capabilities.can_pause = bool(able & Capability.PAUSE)
     capabilities.can_offload = bool(able & Capability.OFFLOAD)
-    capabilities.can_checkpoint = bool(able & Capability.CHECKPOINT) and context.host.storage.proved
+    capabilities.can_checkpoint = bool(able & Capability.CHECKPOINT) and context.proved_storage is not None
     if not capabilities.can_pause:
         capabilities.missing["PAUSE"] = "the script has no boundaries the agent could find"
     if not capabilities.can_offload:
         why = parts.rank_errors.reason("OFFLOAD") or parts.rank_errors.reason("CHECKPOINT")
         capabilities.missing["OFFLOAD"] = why or "the agent cannot move this job's state out of the device"
-    if able & Capability.CHECKPOINT and not context.host.storage.proved:
+    if able & Capability.CHECKPOINT and context.proved_storage is None:
         capabilities.missing["CHECKPOINT"] = "the storage of this node is not the cluster's"
     elif not capabilities.can_checkpoint:
         why = parts.rank_errors.reason("CHECKPOINT") or "its log says why"

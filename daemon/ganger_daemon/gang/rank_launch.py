@@ -44,6 +44,7 @@ from ganger_daemon.gang.launch_plan import (
     environment_of,
     image_arena_bytes,
     launch_mapping,
+    restore_from_nodes,
     restore_plan,
     role_place,
 )
@@ -160,7 +161,7 @@ class RankLaunch(OfGang):
         account = await asyncio.to_thread(self._account_of, desired)
         if self._blocked_by():
             return None
-        restore = await self._read_storage(desired)
+        restore = await self._read_storage(desired, account)
         if restore is None:
             return None
         if self._blocked_by():
@@ -211,11 +212,11 @@ class RankLaunch(OfGang):
 
     async def _give_storage(self, account: Account) -> None:
         """Make the job's directories on storage, where there is one. Raises LaunchRefusedError."""
-        storage = self._host.storage
-        if storage.shared is None:
+        storage, path = self._host.storage, self._context.proved_storage
+        if path is None:
             return
         try:
-            await storage.work.run(give_storage, storage.shared, self._paths.job_uid, account, within_s=_READING_S)
+            await storage.work.run(give_storage, path, self._paths.job_uid, account, within_s=_READING_S)
         except OSError as error:
             why = f"its directory on storage cannot be given to account {account.name}: {os_failure(error)}"
             raise LaunchRefusedError(why) from error
@@ -234,7 +235,7 @@ class RankLaunch(OfGang):
         pages.extend_lease(host.lease_until_ns or 0)
         order = page_order(orders.wanted)
         assert order is not None, "a gang that is to stop is not launched"
-        write_details(host.storage.shared, paths, str(order.seq))
+        write_details(self._context.proved_storage, paths, str(order.seq))
         pages.write_order(order)
         environment = environment_of(desired.spec, host.devices.environment(desired.claim.device_mask), account)
         async with host.launch_lock:
@@ -288,15 +289,18 @@ class RankLaunch(OfGang):
             # a former daemon's note of it was lost
             launchers.hold(self._launcher.key, other)
 
-    async def _read_storage(self, desired: agent_pb2.DesiredGang) -> RestorePlan | None:
-        """Return what the ranks start from; None while it is being read: the gang's loop goes on meanwhile.
+    async def _read_storage(self, desired: agent_pb2.DesiredGang, account: Account | None) -> RestorePlan | None:
+        """Return what the ranks start from, as `account`; None while it is being read: the gang's loop goes on
+        meanwhile.
 
         Kept until the launch, so that a gang that waits for cores does not read its checkpoint again and again."""
-        storage = self._host.storage
         if self._reading is None:
-            self._reading = asyncio.ensure_future(
-                storage.work.run(restore_plan, desired, storage.shared, self._part, within_s=_READING_S)
-            )
+            work = partial(self._host.storage.work.run, within_s=_READING_S)
+            if desired.restore.checkpoint_streams:
+                reading = work(restore_from_nodes, desired, self._host.fetcher, self._part, account)
+            else:
+                reading = work(restore_plan, desired, self._context.proved_storage, self._part)
+            self._reading = asyncio.ensure_future(reading)
             self._reading_wait = StorageWait()
         await asyncio.wait((self._reading,), timeout=_READING_PATIENCE_S)
         if not self._reading.done():

@@ -360,6 +360,8 @@ class DaemonPaths:
         self.logs = state / "logs"
         self.work = state / "work"
         self.temporary = state / "tmp"
+        # Of gangs whose nodes do not all see the storage.
+        self.checkpoints = state / "checkpoints"
         self.launchers = run / "launchers"
         # An entry of PYTHONPATH: no colon, which the state directory may have in its name.
         self.inject = run / "inject"
@@ -377,7 +379,7 @@ class DaemonPaths:
                 f"run directory {self.run} has {os.pathsep!r} in its name, which PYTHONPATH cannot hold: name another"
                 " with --run-dir"
             )
-        for path in (self.state, self.run, self.jobs, self.logs, self.temporary, self.launchers):
+        for path in (self.state, self.run, self.jobs, self.logs, self.temporary, self.launchers, self.checkpoints):
             make_private(path)
         # An account that could replace a socket in it would receive the environments of jobs.
         if trouble := path_trouble(self.launchers):
@@ -387,7 +389,7 @@ class DaemonPaths:
             path.chmod(0o711 if is_open else 0o700)
         if is_open:
             make_private(self.work)
-            for path in (self.state, self.work):
+            for path in (self.state, self.work, self.checkpoints):
                 path.chmod(0o711)
         if are_accounts_served:
             self._check_way()

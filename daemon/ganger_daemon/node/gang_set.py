@@ -180,6 +180,11 @@ class GangSet:
     def find(self, job_uid: str, epoch: int) -> LocalGang | None:
         return self._gangs.get((job_uid, epoch))
 
+    @property
+    def job_uids(self) -> frozenset[str]:
+        """Return the jobs that have a gang here."""
+        return frozenset([uid for uid, _ in self._gangs])
+
     def newest_epoch(self, job_uid: str) -> int:
         return max((epoch for uid, epoch in self._gangs if uid == job_uid), default=self._finished_epoch(job_uid))
 

@@ -20,6 +20,7 @@ from ganger.wire.revocation import Revocations
 
 from ganger_daemon.cgroups.contract import Cgroups, is_done
 from ganger_daemon.checkpoints import storage as layout
+from ganger_daemon.checkpoints.node_checkpoints import Fetcher
 from ganger_daemon.checkpoints.storage import ShardReport, shard_name
 from ganger_daemon.devices.inventory import Devices, Inventory
 from ganger_daemon.images.contract import ProcessImages
@@ -256,6 +257,11 @@ class NodeContext:
     device_cores: float = 0.0
     # One at a time: two launches that rewrite cpusets at once would fight over the same files.
     launch_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def fetcher(self) -> Fetcher:
+        """Return what fetches checkpoints of other nodes to this node's disk."""
+        return Fetcher(self.paths.checkpoints, self.token, self.tls)
 
     def fence(self, group: str, device_mask: int) -> None:
         """Limit the processes of a group, and keep all other devices than those of the mask from it. Raises OSError

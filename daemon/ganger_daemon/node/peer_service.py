@@ -12,6 +12,7 @@ import grpc
 from ganger.agent.v1 import peer_pb2, peer_pb2_grpc
 from ganger.v1 import job_service_pb2
 from ganger.wire.errors import (
+    CheckpointNotFetched,
     DeadlineExceeded,
     EpochStale,
     GangNotFound,
@@ -21,10 +22,13 @@ from ganger.wire.errors import (
     RequestInvalid,
 )
 from ganger.wire.methods import CallerIdentity, CallerRole
+from ganger.wire.resource_names import node_name
 from ganger.wire.servers import Callers
 
+from ganger_daemon.checkpoints.node_checkpoints import FetchError
 from ganger_daemon.checkpoints.storage import Shard
 from ganger_daemon.core.gang_judgement import PartPhase
+from ganger_daemon.node.accounts import AccountRefusedError
 from ganger_daemon.node.daemon_files import read_json
 
 if TYPE_CHECKING:
@@ -38,6 +42,7 @@ _RENDEZVOUS_S = 100.0
 _STREAM_S = 1800.0
 # Characters of the reason that a member reports.
 _REFUSAL_LIMIT = 1000
+_FETCH_S = 3600.0
 # Uids as the master makes them, and others that cannot lead out of a directory.
 _UID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 
@@ -101,7 +106,7 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
         self, request: peer_pb2.ShardWrittenRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> peer_pb2.ShardWrittenResponse:
         gang = self._gang(request.job_uid, request.epoch, context)
-        storage = self._host.storage.path
+        storage = gang.context.storage
         if not gang.context.part.leads or storage is None:
             raise GangNotFound("this daemon does not lead the gang, or sees no storage")
         if request.refusal:
@@ -114,6 +119,19 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
         await gang.parts.saving.keeper.gather(storage, request.stop_sequence, request.step, shards)
         gang.wake()
         return peer_pb2.ShardWrittenResponse(published=gang.parts.saving.keeper.is_settled(request.stop_sequence))
+
+    async def KeepCheckpoint(
+        self, request: peer_pb2.KeepCheckpointRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> peer_pb2.KeepCheckpointResponse:
+        host = self._host
+        try:
+            account = await asyncio.to_thread(host.accounts.of, request.user)
+            await host.storage.work.run(
+                host.fetcher.checkpoint, [request.stream], request.job_uid, request.path, account, within_s=_FETCH_S
+            )
+        except (AccountRefusedError, FetchError, OSError) as error:
+            raise CheckpointNotFetched(str(error)) from error
+        return peer_pb2.KeepCheckpointResponse(node=node_name(host.node))
 
     async def SwitchRow(
         self, request: peer_pb2.SliceOrder, context: grpc.aio.ServicerContext[Any, Any]

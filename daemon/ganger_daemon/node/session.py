@@ -33,6 +33,7 @@ from ganger.wire.times import duration, seconds, timestamp
 from ganger.wire.tls import trouble_with, version_of
 from google.protobuf import json_format
 
+from ganger_daemon.checkpoints.node_checkpoints import KeptCheckpoint, kept, remove
 from ganger_daemon.gang.observation import add_metrics
 from ganger_daemon.node.daemon_files import read_json, write_hint
 from ganger_daemon.node.gang_set import GangSet
@@ -152,6 +153,10 @@ class SupersededError(Exception):
     """The session is void: open a new one, keep what runs."""
 
 
+# Interval of reports of the checkpoints on this node's disk.
+_KEPT_EVERY_S = 30.0
+
+
 class NodeReport(NamedTuple):
     """Observed state of a node, as one message of a session has it. `node_faults`: why the node itself is out of
     service, by source; `storage_proved`: the node sees the storage; `device_warnings`: devices in service that are
@@ -200,6 +205,7 @@ class Session:
     ) -> None:
         """`node_faults`: why the node is out of service, by source."""
         self._host = host
+        self._kept_due = 0.0
         self._gangs = gangs
         self._find_master = find_master
         self._describe = describe
@@ -305,6 +311,7 @@ class Session:
         try:
             while True:
                 request = self._request(conversation)
+                request.kept_checkpoints.extend(await self._kept_checkpoints())
                 try:
                     for part in _first_parts(request):
                         await stub.Reconcile(part, timeout=_PART_S)
@@ -355,6 +362,14 @@ class Session:
             revocation_digest=self._host.revocations.stated_digest() if self._host.revocations is not None else b"",
         )
 
+    async def _kept_checkpoints(self) -> list[agent_pb2.KeptCheckpoint]:
+        """Return the checkpoints on this node's disk, from time to time: the master names those that may go."""
+        if time.monotonic() < self._kept_due:
+            return []
+        self._kept_due = time.monotonic() + _KEPT_EVERY_S
+        found = await asyncio.to_thread(kept, self._host.paths.checkpoints)
+        return [agent_pb2.KeptCheckpoint(job_uid=one.job_uid, path=one.path) for one in found]
+
     def _max_wait(self, conversation: Conversation) -> float:
         limit = longest_hold_s(HEARTBEAT_MOST_S, conversation.lost_after_s)
         return max(0.05, limit * (0.8 + 0.2 * random.random()))
@@ -387,6 +402,9 @@ class Session:
                 self._host.revocations.accept(answer.revocation_list)
             except CredentialError as error:
                 log.warning("revoked certificates not taken", extra={"error": str(error)})
+        if answer.removable_checkpoints:
+            removable = [KeptCheckpoint(one.job_uid, one.path) for one in answer.removable_checkpoints]
+            await asyncio.to_thread(remove, self._host.paths.checkpoints, removable, self._gangs.job_uids)
         conversation.describe = frozenset(answer.describe_epochs)
         if answer.changed:
             self._seen.note(conversation.store, answer.desired_version, answer.gangs)

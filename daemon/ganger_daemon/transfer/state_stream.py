@@ -46,6 +46,8 @@ class StreamRequest(msgspec.Struct, frozen=True):
     stop_sequence: int
     rank: _Count
     offset: _Count = 0
+    # Not a rank's arena, but a file of a checkpoint on the node's disk: "checkpoints/STEP-EPOCH/rank-0.shard".
+    file: str = ""
 
     def line(self) -> bytes:
         return msgspec.json.encode(self) + b"\n"
@@ -99,6 +101,13 @@ def limit_silence(connection: socket.socket, seconds: float) -> None:
     connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+
+def connect(address: str, tls: str) -> socket.socket:
+    """Return a connection to a state stream. Raises OSError, EndpointError, and StreamError without a daemon."""
+    host, _, port = address.rpartition(":")
+    connection = socket.create_connection((host, int(port)), timeout=CONNECT_S)
+    return to_daemon(connection, host, tls) if tls else connection
 
 
 def to_daemon(connection: socket.socket, host: str, tls: str) -> ssl.SSLSocket:
@@ -223,7 +232,7 @@ class _Leg:
         self._tls = tls
 
     def travel(self, address: str, request: StreamRequest) -> int:
-        with self._connect(address) as connection:
+        with connect(address, self._tls) as connection:
             connection.sendall(request.line())
             answer = parse_line(self._read_answer(connection))
             if "error" in answer:
@@ -237,11 +246,6 @@ class _Leg:
             if not parse_line(read_line(connection)).get("whole"):
                 raise StreamError("the stop was over before the image was complete")
             return size
-
-    def _connect(self, address: str) -> socket.socket:
-        host, _, port = address.rpartition(":")
-        connection = socket.create_connection((host, int(port)), timeout=CONNECT_S)
-        return to_daemon(connection, host, self._tls) if self._tls else connection
 
     def _receive(self, connection: socket.socket, size: int) -> None:
         received_at = time.monotonic()

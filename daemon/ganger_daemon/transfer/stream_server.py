@@ -23,6 +23,7 @@ from ganger.wire.endpoints import EndpointError, why_not_listening
 from ganger.wire.revocation import Revocations
 from ganger.wire.tls import Renewed, server_context
 
+from ganger_daemon.checkpoints.node_checkpoints import CheckpointFile
 from ganger_daemon.core.gang_judgement import PartPhase
 from ganger_daemon.transfer.state_stream import (
     StreamError,
@@ -55,6 +56,12 @@ PIECE_BYTES = 8 << 20
 GUARDED_PIECE_BYTES = 1 << 20
 
 _FILLING = (PageState.SAVING, PageState.HANDED_OVER, PageState.OFFLOADED)
+
+
+def find_state(gangs: GangSet, checkpoints: Path, request: StreamRequest) -> Source:
+    """Return what a request names: an arena of a parked gang, or a file of a checkpoint in this node's directory.
+    Raises StreamError."""
+    return CheckpointFile(checkpoints, request) if request.file else find_parked(gangs, request)
 
 
 def find_parked(gangs: GangSet, request: StreamRequest) -> ParkedArena:

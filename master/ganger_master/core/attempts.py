@@ -9,7 +9,7 @@ from ganger.job_state import JobState
 from ganger.protocol.gang_orders import Mechanism
 from msgspec.structs import replace
 
-from ganger_master.core import colocation, ending, gang_orders, moves, node_faults
+from ganger_master.core import colocation, ending, gang_orders, moves, node_checkpoints, node_faults
 from ganger_master.core.elastic import begin_with, devices_of, share_pieces
 from ganger_master.core.events import GangApproved, JobResumed, JobSuspended
 from ganger_master.core.gang_model import Gang, GangPhase, GangRole, Restore
@@ -48,6 +48,7 @@ def start(state: State, event: GangApproved) -> int:
     epoch, gpus = job.epoch, devices_of(claims)
     job = replace(job, state=JobState.HOLDING, revision=job.revision + 1, pending_since=0.0, again_at=0.0)
     if parked is None:
+        job = _with_usable_checkpoint(state, job, now, cause)
         restore = Restore()
         if job.checkpoint is not None:
             restore = Restore(checkpoint_path=job.checkpoint.path, step=job.checkpoint.step)
@@ -233,6 +234,16 @@ def _stepped(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -
         # What it came from may go now.
         return len(state.gangs.epochs_of[job.number]) > 1
     return gang_orders.reap(state, job, now)
+
+
+def _with_usable_checkpoint(state: State, job: JobRecord, now: float, cause: str) -> JobRecord:
+    """Return a job without checkpoints that went with nodes that were removed; its history says so."""
+    usable = node_checkpoints.usable(state.nodes, job)
+    if usable.checkpoint is not job.checkpoint and job.checkpoint is not None:
+        text = f"it lay on {' and '.join(job.checkpoint.nodes)}, which is no part of the cluster any more"
+        step = usable.checkpoint.step if usable.checkpoint is not None else "the beginning"
+        state.history(now, job, "checkpoint_unreadable", cause, text, step=job.checkpoint.step, goes_on_from=step)
+    return usable
 
 
 def _rest(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> bool:

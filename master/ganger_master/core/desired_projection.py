@@ -36,6 +36,8 @@ class DesiredRestore(Restore, frozen=True, gc=False):
     parked_members: tuple[GangMember, ...] = ()
     # Paths of checkpoints that could not be read.
     unreadable: tuple[str, ...] = ()
+    # Those whose own disks have the checkpoint; none: it lies on the storage that all nodes see.
+    checkpoint_nodes: tuple[str, ...] = ()
 
 
 class DesiredGang(Struct, frozen=True, gc=False):
@@ -59,6 +61,9 @@ class DesiredGang(Struct, frozen=True, gc=False):
     checkpoint_first: bool = False
     # For the leader: paths of the checkpoints that the job would start from. They alone make no new version.
     kept_checkpoints: tuple[str, ...] = ()
+    # Its checkpoints are kept on its leader's own disk, and on those of so many nodes in all.
+    on_nodes: bool = False
+    checkpoint_copies: int = 0
     # How many times the job was started, this time included.
     attempt: int = 1
     # What its processes on the node are held to for a trial of memory; zero: none.
@@ -184,7 +189,8 @@ class DesiredProjection(dict[str, DesiredSet]):
 def _desired_gang(party: Party, piece: Piece) -> DesiredGang:
     job, gang, settings = party.job, party.gang, party.settings
     interval = job.spec.checkpoint_interval_s or settings.checkpoint_interval_s
-    checkpoints = [one.path for one in (job.checkpoint, job.checkpoint_before) if one is not None]
+    known = [one for one in (job.checkpoint, job.checkpoint_before) if one is not None]
+    leads = party.members[0].node == piece.claim.node
     # A restarted daemon has no record of a part that still waits, for its time slice or for devices.
     waits = piece.phase is ObservedPhase.STARTING and not piece.pids
     return DesiredGang(
@@ -203,6 +209,7 @@ def _desired_gang(party: Party, piece: Piece) -> DesiredGang:
             **asdict(gang.restore),
             parked_members=party.source.members if party.source else (),
             unreadable=job.unreadable,
+            checkpoint_nodes=next((one.nodes for one in known if one.path == gang.restore.checkpoint_path), ()),
         ),
         threads=gang.threads,
         checkpoint_interval_s=max(0.0, interval),
@@ -212,7 +219,9 @@ def _desired_gang(party: Party, piece: Piece) -> DesiredGang:
         grace_s=0.0 if piece.lost else settings.grace_s,
         checkpoint_first=gang.checkpoint_first and not piece.lost,
         # While its leader gets the same paths, no newer checkpoint is durable here.
-        kept_checkpoints=tuple(checkpoints) if party.members[0].node == piece.claim.node else (),
+        kept_checkpoints=tuple([one.path for one in known]) if leads else (),
+        on_nodes=gang.on_nodes,
+        checkpoint_copies=job.spec.checkpoint_copies if leads and gang.on_nodes else 0,
         attempt=gang.attempt or 1,
         trial_memory_bytes=party.trial_memory_bytes * piece.claim.device_mask.bit_count(),
         idle_after_s=settings.idle_after_s(job.partition.name) if piece.claim.device_mask else 0.0,

@@ -188,6 +188,8 @@ class Gang(Struct, frozen=True, gc=False, omit_defaults=True):
     resizes: bool = False
     # The number of the start that it belongs to, as its ranks have it; zero in records of old.
     attempt: int = 0
+    # Its checkpoints are kept on its leader's own disk.
+    on_nodes: bool = False
     # It runs without using its devices, or is parked for that.
     idle: Idleness | None = None
 

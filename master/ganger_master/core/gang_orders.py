@@ -29,6 +29,7 @@ from ganger_master.core.desired_projection import (
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, ObservedPhase, Piece, Restore
 from ganger_master.core.job_model import JobRecord, SuspendLevel, starting_anew
 from ganger_master.core.lifecycle import GangObservation, observation_of
+from ganger_master.core.node_checkpoints import are_kept_on_nodes
 from ganger_master.core.node_model import Node, Stray
 from ganger_master.core.state import State
 
@@ -50,6 +51,7 @@ def new_gang(
         restore=restore,
         threads=threads_of(claims),
         since=now,
+        on_nodes=are_kept_on_nodes(state.nodes, claims),
     )
 
 

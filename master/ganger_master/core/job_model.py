@@ -130,6 +130,8 @@ class Checkpoint(Struct, frozen=True, gc=False, omit_defaults=True):
     path: str
     size_bytes: int = 0
     create_time: float = 0.0
+    # Those whose own disks have it; none: it lies on the storage that all nodes see.
+    nodes: tuple[str, ...] = ()
 
 
 class JobMetric(Struct, frozen=True, gc=False):

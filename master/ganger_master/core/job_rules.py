@@ -18,7 +18,7 @@ from ganger.protocol.gang_orders import Mechanism
 from ganger.text import counted
 from msgspec.structs import replace
 
-from ganger_master.core import accounting, node_faults, reservations
+from ganger_master.core import accounting, node_checkpoints, node_faults, reservations
 from ganger_master.core.accounting import Owner
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.node_model import Node
@@ -43,6 +43,8 @@ def rules(
     take, by the owner of a limit."""
     if job.uid in state.nodes.strays_of:
         return (_quarantined(state, job),)
+    if job.epoch not in state.gangs and (absent := node_checkpoints.away(state.nodes, job)) is not None:
+        return (absent,)
     refusal = _refusal_by_limits(state, job, job.gpus if gpus is None else gpus, taken)
     return () if refusal is None else (refusal,)
 
@@ -122,6 +124,8 @@ def node_rules(state: State, job: JobRecord, claims: Sequence[Claim]) -> tuple[R
             refusals.append(Refusal(Reason.NODE_GONE, node=node))
         elif job.partition.name and (outside := _outside_partition(state, job, node)) is not None:
             refusals.append(outside)
+        elif _needs_disk(job) and not node_checkpoints.keeps_checkpoints(state.nodes[node]):
+            refusals.append(_closed(state, job, node, Reason.STORAGE_NOT_SHARED))
         elif node in state.nodes.choosy:
             reason = _node_rule(job, state.nodes[node], failed)
             if reason is not None:
@@ -130,6 +134,11 @@ def node_rules(state: State, job: JobRecord, claims: Sequence[Claim]) -> tuple[R
             detail = f"{Reason.CANNOT_RESTORE.meaning}: {why}"
             refusals.append(Refusal(Reason.CANNOT_RESTORE, node=node, job=job.name, detail=detail))
     return tuple(refusals)
+
+
+def _needs_disk(job: JobRecord) -> bool:
+    """Return whether a job starts from a checkpoint on a node's disk, which daemons of old cannot fetch."""
+    return job.checkpoint is not None and bool(job.checkpoint.nodes)
 
 
 def _outside_partition(state: State, job: JobRecord, node: str) -> Refusal | None:
@@ -202,7 +211,7 @@ def _node_rule(job: JobRecord, node: Node, failed: Collection[str]) -> Reason | 
         return Reason.LAUNCH_FAILED
     if node.reserved_for and job.user not in node.reserved_for:
         return Reason.NODE_RESERVED
-    if job.checkpoint is not None and not node.storage_proved:
+    if job.checkpoint is not None and not job.checkpoint.nodes and not node.storage_proved:
         return Reason.STORAGE_NOT_SHARED
     if not can_become(node, job.user):
         return Reason.CANNOT_SWITCH_USER

@@ -85,6 +85,8 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED_N
     stop_signal: str = ""
     stop_grace_s: float = 60.0
     role_programs: tuple[RoleProgram, ...] = ()
+    # Nodes that keep each of its checkpoints where not all nodes see the storage; zero stands for one.
+    checkpoint_copies: int = 0
     # Set by the master.
     array: Membership | None = None
 

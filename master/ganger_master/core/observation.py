@@ -262,6 +262,7 @@ def _learn_checkpoint(state: State, node: str, observed: ObservedGang, checkpoin
     # It would be the newest for ever.
     if checkpoint.epoch > observed.epoch:
         return
+    checkpoint = replace(checkpoint, nodes=tuple([name for name in checkpoint.nodes if name in state.nodes]))
     if ending.is_newer(checkpoint, job.checkpoint):
         ending.record(state, job, checkpoint, now, f"epoch:{observed.epoch}")
 

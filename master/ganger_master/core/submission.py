@@ -22,6 +22,7 @@ COMMAND_BYTES_LIMIT = 64 * 1024
 _NAME_LIMIT = 63
 _PRIORITY_LIMIT = 1_000
 _LEAST_WEIGHT, _MOST_WEIGHT = 0.01, 100
+_COPIES_LIMIT = 2
 _PASSES_LIMIT = 1_000
 _FAILURES_LIMIT = 1_000_000
 _GPUS_PER_TASK_LIMIT = 64
@@ -129,6 +130,7 @@ def violations_of(spec: JobSpec) -> tuple[tuple[str, str], ...]:
 def wrong_wishes(spec: JobSpec) -> tuple[tuple[str, str], ...]:
     """Return the same, for all fields but those of the program that the job runs."""
     return (
+        *_wrong_copies(spec),
         *_wrong_numbers(spec),
         *_wrong_mechanism(spec),
         *_wrong_texts(spec),
@@ -212,6 +214,11 @@ def _wrong_mechanism(spec: JobSpec) -> Iterator[tuple[str, str]]:
         yield "spec.stop_signal", "name the signal at which the script saves itself"
     if not 0 < spec.stop_grace_s <= _SECONDS_LIMIT:
         yield "spec.stop_grace", f"more than zero, {_CENTURY}"
+
+
+def _wrong_copies(spec: JobSpec) -> Iterator[tuple[str, str]]:
+    if not 0 <= spec.checkpoint_copies <= _COPIES_LIMIT:
+        yield "spec.checkpoint_copies", f"from 0 to {_COPIES_LIMIT}"
 
 
 def _wrong_numbers(spec: JobSpec) -> Iterator[tuple[str, str]]:

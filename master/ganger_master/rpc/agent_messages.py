@@ -223,6 +223,7 @@ def desired_gang_to_wire(gang: DesiredGang) -> agent_pb2.DesiredGang:
         checkpoint_interval=times.duration(interval_s) if interval_s > 0 else None,
         grace=times.duration(gang.grace_s),
         idle_after=times.duration(gang.idle_after_s) if gang.idle_after_s else None,
+        checkpoints_on_nodes=gang.on_nodes,
     )
     restore = gang.restore
     if restore.parked_epoch:

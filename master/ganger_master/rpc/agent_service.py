@@ -6,6 +6,8 @@ import asyncio
 import logging
 import math
 import random
+import re
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +21,7 @@ from ganger.wire.revocation import Revocations
 from ganger.wire.servers import Callers, certificate_of
 from msgspec.structs import replace
 
-from ganger_master.core import commands
+from ganger_master.core import commands, node_checkpoints
 from ganger_master.core.answers import Done, SessionAnswer
 from ganger_master.core.array_model import StopRule
 from ganger_master.core.arrays import has_climbed, report_of, rule_of
@@ -42,6 +44,11 @@ log = logging.getLogger(__name__)
 
 # Of the fields around a list of revoked certificates in a message.
 _FRAME_BYTES: Final = 64
+# Of a checkpoint's path the epoch of the attempt that wrote it.
+_EPOCH_OF_PATH: Final = re.compile(r"[a-z]+/\d{1,18}-(\d{1,18})")
+_KEPT_MOST: Final = 1_000
+# How long the numbers of jobs are used that were looked up by uid.
+_NUMBERS_S: Final = 10.0
 
 
 class AgentService(agent_pb2_grpc.AgentServiceServicer):
@@ -53,8 +60,13 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         refusals: SessionRefusals,
         revocations: Revocations | None = None,
         authority: Path | None = None,
+        checkpoints_kept_s: float | None = None,
     ) -> None:
-        """`authority`: directory of the authority that renews certificates, if this master has it."""
+        """`authority`: directory of the authority that renews certificates, if this master has it.
+        `checkpoints_kept_s`: how long the checkpoints of an ended job are kept; None: for ever."""
+        self._checkpoints_kept_s = checkpoints_kept_s
+        self._numbers: dict[str, int] = {}
+        self._numbers_made_at = 0.0
         self._writer = writer
         self._authority = authority
         self._renewals = RenewalLimit()
@@ -187,7 +199,36 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         message = agent_messages.response_to_wire(
             desired or DesiredSet(), request.observation, request.desired_version, request.missing_specs
         )
+        self._add_addresses(message, desired or DesiredSet())
+        self._add_removable(message, request)
         return desired, message
+
+    def _add_addresses(self, message: agent_pb2.ReconcileResponse, desired: DesiredSet) -> None:
+        """Add addresses of nodes that have checkpoints on their disks, or are to have them."""
+        nodes = self._writer.committed.nodes
+        gangs = {gang.epoch: gang for gang in desired.gangs} if message.gangs else {}
+        for sent in message.gangs:
+            gang = gangs[sent.epoch]
+            if gang.restore.checkpoint_nodes:
+                sources = node_checkpoints.sources(nodes, gang.restore.checkpoint_nodes)
+                sent.restore.checkpoint_streams.extend([node.stream_address for node in sources])
+            if gang.checkpoint_copies > 1:
+                members = [member.node for member in gang.members]
+                others = node_checkpoints.copy_candidates(nodes, members, gang.checkpoint_copies)
+                sent.copy_peers.extend([node.peer_address for node in others])
+
+    def _add_removable(self, message: agent_pb2.ReconcileResponse, request: agent_pb2.ReconcileRequest) -> None:
+        """Add the checkpoints on the node's disk that may go. Those of jobs without a record stay."""
+        committed, now = self._writer.committed, time.time()
+        if request.kept_checkpoints and now > self._numbers_made_at + _NUMBERS_S:
+            self._numbers, self._numbers_made_at = {job.uid: number for number, job in committed.jobs.items()}, now
+        for kept in request.kept_checkpoints[:_KEPT_MOST]:
+            job = committed.jobs.get(self._numbers.get(kept.job_uid, 0))
+            epoch = _EPOCH_OF_PATH.fullmatch(kept.path)
+            if job is None or job.uid != kept.job_uid or epoch is None:
+                continue
+            if node_checkpoints.may_go(job, int(epoch[1]), kept.path, now, self._checkpoints_kept_s):
+                message.removable_checkpoints.append(kept)
 
     async def RenewCertificate(
         self, request: agent_pb2.RenewCertificateRequest, context: Any

@@ -174,6 +174,7 @@ _SLICE_STATES: Final[Mapping[bool | None, job_pb2.Gang.SliceState.ValueType]] = 
 }
 _STOP_GRACE_S: Final = 60.0
 _ANYWHERE: Final = Locality()
+_COPIES_MOST: Final = 4
 _ENTRIES_MOST: Final = {"command": 1_000, "environment": 10_000, "roles": 100, "labels": 100, "role_programs": 100}
 # The largest number of steps, samples or bytes that a store can hold.
 _COUNT_MOST: Final = (1 << 63) - 1
@@ -251,7 +252,7 @@ def spec_to_wire(spec: JobSpec, *, with_environment: bool, into: job_pb2.JobSpec
 
 # Fields that a spec has under the same name in its message: of the program, of what it needs, and of what ends it.
 _PROGRAM: Final = "display_name working_directory scheduler distributed is_move_required closes_connections stop_signal"
-_RESOURCES: Final = "device_type partition nodes gpu_memory_bytes gpus_min gpus_max"
+_RESOURCES: Final = "device_type partition nodes gpu_memory_bytes gpus_min gpus_max checkpoint_copies"
 _RULES: Final = "priority max_failures"
 _SPEC: Final = f"{_PROGRAM} {_RESOURCES} {_RULES}"
 
@@ -436,7 +437,11 @@ def pids_and_cores(job: JobRecord, gang: Gang) -> tuple[list[int], list[str]]:
 
 def checkpoint_to_wire(checkpoint: Checkpoint) -> job_pb2.Checkpoint:
     created = times.timestamp(checkpoint.create_time) if checkpoint.create_time else None
-    return job_pb2.Checkpoint(**plain(checkpoint, "step epoch path size_bytes"), create_time=created)
+    return job_pb2.Checkpoint(
+        **plain(checkpoint, "step epoch path size_bytes"),
+        create_time=created,
+        nodes=map(names.node_name, checkpoint.nodes),
+    )
 
 
 def checkpoint_from_wire(message: job_pb2.Checkpoint) -> Checkpoint:
@@ -446,6 +451,7 @@ def checkpoint_from_wire(message: job_pb2.Checkpoint) -> Checkpoint:
         message.path,
         min(message.size_bytes, _COUNT_MOST),
         times.unix_s(message.create_time),
+        tuple(map(names.parse_node_name, message.nodes[:_COPIES_MOST])),
     )
 
 

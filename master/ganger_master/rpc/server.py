@@ -122,8 +122,9 @@ _SERVICES: Final = (
 class MasterServer:
     """Serves a writer. `address` is where, with the port that was chosen, and `local_address` where the token does;
     `tls`: the directory of the certificate, if there is one, and `revocations`: what goes with it; `authority`: the
-    directory of the one that renews certificates; `captures`: where recordings go; `audit`: the log of calls;
-    `has_stand_bys`: other masters may lead, so that calls are answered only while this one does."""
+    directory of the one that renews certificates; `checkpoints_kept_s`: as of `AgentService`; `captures`: where
+    recordings go; `audit`: the log of calls; `has_stand_bys`: other masters may lead, so that calls are answered only
+    while this one does."""
 
     def __init__(
         self,
@@ -138,6 +139,7 @@ class MasterServer:
         tls: Path | None = None,
         revocations: Revocations | None = None,
         authority: Path | None = None,
+        checkpoints_kept_s: float | None = None,
         has_stand_bys: bool = False,
         more_handlers: Sequence[grpc.GenericRpcHandler[Any, Any]] = (),
     ) -> None:
@@ -167,7 +169,7 @@ class MasterServer:
         scheduling_pb2_grpc.add_SchedulingServiceServicer_to_server(
             SchedulingService(writer, shown, progress, callers, limits), self._server
         )
-        self.agents = AgentService(writer, progress, callers, refusals, revocations, authority)
+        self.agents = AgentService(writer, progress, callers, refusals, revocations, authority, checkpoints_kept_s)
         node_pb2_grpc.add_NodeServiceServicer_to_server(
             NodeService(writer, shown, callers, self.agents.is_held, captures), self._server
         )

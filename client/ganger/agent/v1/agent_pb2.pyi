@@ -361,6 +361,7 @@ class ReconcileRequest(google.protobuf.message.Message):
     REVOCATION_DIGEST_FIELD_NUMBER: builtins.int
     NODE_FAULTS_FIELD_NUMBER: builtins.int
     DEVICE_WARNINGS_FIELD_NUMBER: builtins.int
+    KEPT_CHECKPOINTS_FIELD_NUMBER: builtins.int
     session: builtins.str
     observation: builtins.int
     """Raised with every change of the observed set."""
@@ -403,6 +404,10 @@ class ReconcileRequest(google.protobuf.message.Message):
     def device_warnings(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.str]:
         """Devices that work and are slower than they should be, and why, by index. For people: they take jobs."""
 
+    @property
+    def kept_checkpoints(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___KeptCheckpoint]:
+        """With `changed`: checkpoints on this node's own disk, at most 1,000."""
+
     def __init__(
         self,
         *,
@@ -421,13 +426,36 @@ class ReconcileRequest(google.protobuf.message.Message):
         revocation_digest: builtins.bytes = ...,
         node_faults: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         device_warnings: collections.abc.Mapping[builtins.int, builtins.str] | None = ...,
+        kept_checkpoints: collections.abc.Iterable[Global___KeptCheckpoint] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["max_wait", b"max_wait"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["changed", b"changed", "desired_version", b"desired_version", "device_faults", b"device_faults", "device_warnings", b"device_warnings", "finished", b"finished", "gangs", b"gangs", "has_more", b"has_more", "max_wait", b"max_wait", "missing_specs", b"missing_specs", "node_faults", b"node_faults", "observation", b"observation", "revocation_digest", b"revocation_digest", "session", b"session", "slices", b"slices", "storage_proved", b"storage_proved"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["changed", b"changed", "desired_version", b"desired_version", "device_faults", b"device_faults", "device_warnings", b"device_warnings", "finished", b"finished", "gangs", b"gangs", "has_more", b"has_more", "kept_checkpoints", b"kept_checkpoints", "max_wait", b"max_wait", "missing_specs", b"missing_specs", "node_faults", b"node_faults", "observation", b"observation", "revocation_digest", b"revocation_digest", "session", b"session", "slices", b"slices", "storage_proved", b"storage_proved"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ReconcileRequest: typing_extensions.TypeAlias = ReconcileRequest
+
+@typing.final
+class KeptCheckpoint(google.protobuf.message.Message):
+    """A checkpoint on a node's own disk."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_UID_FIELD_NUMBER: builtins.int
+    PATH_FIELD_NUMBER: builtins.int
+    job_uid: builtins.str
+    path: builtins.str
+    """Relative to the job's directory."""
+    def __init__(
+        self,
+        *,
+        job_uid: builtins.str = ...,
+        path: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["job_uid", b"job_uid", "path", b"path"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___KeptCheckpoint: typing_extensions.TypeAlias = KeptCheckpoint
 
 @typing.final
 class ReconcileResponse(google.protobuf.message.Message):
@@ -442,6 +470,7 @@ class ReconcileResponse(google.protobuf.message.Message):
     LATER_SPECS_FIELD_NUMBER: builtins.int
     DESCRIBE_EPOCHS_FIELD_NUMBER: builtins.int
     REVOCATION_LIST_FIELD_NUMBER: builtins.int
+    REMOVABLE_CHECKPOINTS_FIELD_NUMBER: builtins.int
     desired_version: builtins.int
     changed: builtins.bool
     """False: `gangs` and `slices` are empty and the desired set stands."""
@@ -476,6 +505,10 @@ class ReconcileResponse(google.protobuf.message.Message):
         every answer.
         """
 
+    @property
+    def removable_checkpoints(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___KeptCheckpoint]:
+        """Of `kept_checkpoints` of the last report: those that no job starts from any more."""
+
     def __init__(
         self,
         *,
@@ -488,8 +521,9 @@ class ReconcileResponse(google.protobuf.message.Message):
         later_specs: collections.abc.Iterable[builtins.int] | None = ...,
         describe_epochs: collections.abc.Iterable[builtins.int] | None = ...,
         revocation_list: builtins.bytes = ...,
+        removable_checkpoints: collections.abc.Iterable[Global___KeptCheckpoint] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["acknowledged_epochs", b"acknowledged_epochs", "changed", b"changed", "describe_epochs", b"describe_epochs", "desired_version", b"desired_version", "gangs", b"gangs", "later_specs", b"later_specs", "observation", b"observation", "revocation_list", b"revocation_list", "slices", b"slices"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["acknowledged_epochs", b"acknowledged_epochs", "changed", b"changed", "describe_epochs", b"describe_epochs", "desired_version", b"desired_version", "gangs", b"gangs", "later_specs", b"later_specs", "observation", b"observation", "removable_checkpoints", b"removable_checkpoints", "revocation_list", b"revocation_list", "slices", b"slices"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ReconcileResponse: typing_extensions.TypeAlias = ReconcileResponse
@@ -682,6 +716,8 @@ class DesiredGang(google.protobuf.message.Message):
     ATTEMPT_FIELD_NUMBER: builtins.int
     TRIAL_MEMORY_BYTES_FIELD_NUMBER: builtins.int
     IDLE_AFTER_FIELD_NUMBER: builtins.int
+    CHECKPOINTS_ON_NODES_FIELD_NUMBER: builtins.int
+    COPY_PEERS_FIELD_NUMBER: builtins.int
     job: builtins.str
     job_uid: builtins.str
     epoch: builtins.int
@@ -705,6 +741,8 @@ class DesiredGang(google.protobuf.message.Message):
     """A trial of memory: while the gang runs, file caches of its processes here are held back above this, as far as nothing
     else of theirs needs the memory. The claim stays. A daemon ends it 15 minutes after it has received it. Zero: none.
     """
+    checkpoints_on_nodes: builtins.bool
+    """Not all of its nodes see the storage: its checkpoints are kept on the leader's own disk, with all shards."""
     @property
     def order(self) -> Global___OrderKey: ...
     @property
@@ -743,6 +781,10 @@ class DesiredGang(google.protobuf.message.Message):
         all.
         """
 
+    @property
+    def copy_peers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """To the leader: addresses of daemons of which one is to have a copy of each checkpoint; empty: none."""
+
     def __init__(
         self,
         *,
@@ -768,10 +810,12 @@ class DesiredGang(google.protobuf.message.Message):
         attempt: builtins.int = ...,
         trial_memory_bytes: builtins.int = ...,
         idle_after: google.protobuf.duration_pb2.Duration | None = ...,
+        checkpoints_on_nodes: builtins.bool = ...,
+        copy_peers: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint_interval", b"checkpoint_interval", "claim", b"claim", "grace", b"grace", "idle_after", b"idle_after", "order", b"order", "restore", b"restore", "spec", b"spec"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "checkpoint_first", b"checkpoint_first", "checkpoint_interval", b"checkpoint_interval", "checkpoint_request", b"checkpoint_request", "claim", b"claim", "epoch", b"epoch", "grace", b"grace", "idle_after", b"idle_after", "intent", b"intent", "job", b"job", "job_uid", b"job_uid", "kept_checkpoints", b"kept_checkpoints", "level", b"level", "members", b"members", "order", b"order", "repin_request", b"repin_request", "restore", b"restore", "spec", b"spec", "stop_sequence", b"stop_sequence", "threads", b"threads", "trial_memory_bytes", b"trial_memory_bytes", "user", b"user"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "checkpoint_first", b"checkpoint_first", "checkpoint_interval", b"checkpoint_interval", "checkpoint_request", b"checkpoint_request", "checkpoints_on_nodes", b"checkpoints_on_nodes", "claim", b"claim", "copy_peers", b"copy_peers", "epoch", b"epoch", "grace", b"grace", "idle_after", b"idle_after", "intent", b"intent", "job", b"job", "job_uid", b"job_uid", "kept_checkpoints", b"kept_checkpoints", "level", b"level", "members", b"members", "order", b"order", "repin_request", b"repin_request", "restore", b"restore", "spec", b"spec", "stop_sequence", b"stop_sequence", "threads", b"threads", "trial_memory_bytes", b"trial_memory_bytes", "user", b"user"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___DesiredGang: typing_extensions.TypeAlias = DesiredGang
@@ -784,6 +828,7 @@ class Restore(google.protobuf.message.Message):
     PARKED_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
     UNREADABLE_PATHS_FIELD_NUMBER: builtins.int
+    CHECKPOINT_STREAMS_FIELD_NUMBER: builtins.int
     checkpoint_path: builtins.str
     """Directory on storage."""
     step: builtins.int
@@ -796,6 +841,10 @@ class Restore(google.protobuf.message.Message):
     def unreadable_paths(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Paths of checkpoints that could not be read: none of them counts as newer than the one named."""
 
+    @property
+    def checkpoint_streams(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """State streams of nodes whose own disks have the checkpoint; empty: it lies on the storage that all nodes see."""
+
     def __init__(
         self,
         *,
@@ -803,10 +852,11 @@ class Restore(google.protobuf.message.Message):
         parked: Global___ParkedState | None = ...,
         step: builtins.int = ...,
         unreadable_paths: collections.abc.Iterable[builtins.str] | None = ...,
+        checkpoint_streams: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint_path", b"checkpoint_path", "parked", b"parked", "source", b"source"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint_path", b"checkpoint_path", "parked", b"parked", "source", b"source", "step", b"step", "unreadable_paths", b"unreadable_paths"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint_path", b"checkpoint_path", "checkpoint_streams", b"checkpoint_streams", "parked", b"parked", "source", b"source", "step", b"step", "unreadable_paths", b"unreadable_paths"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_source: typing_extensions.TypeAlias = typing.Literal["checkpoint_path", "parked"]
     _WhichOneofArgType_source: typing_extensions.TypeAlias = typing.Literal["source", b"source"]

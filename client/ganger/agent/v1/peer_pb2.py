@@ -27,7 +27,7 @@ from ganger.v1 import job_service_pb2 as ganger_dot_v1_dot_job__service__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aganger/agent/v1/peer.proto\x12\x0fganger.agent.v1\x1a\x1bganger/agent/v1/agent.proto\x1a\x1bganger/v1/job_service.proto\x1a\x1egoogle/protobuf/duration.proto\"\xab\x01\n\nRankPoints\x12\x0f\n\x07job_uid\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12(\n\x05order\x18\x03 \x01(\x0b\x32\x19.ganger.agent.v1.OrderKey\x12\x15\n\rstop_sequence\x18\x04 \x01(\x04\x12*\n\x06points\x18\x05 \x03(\x0b\x32\x1a.ganger.agent.v1.RankPoint\x12\x10\n\x08sequence\x18\x06 \x01(\x04\"]\n\tRankPoint\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x14\n\x0c\x61\x63k_sequence\x18\x03 \x01(\x04\x12\x10\n\x08\x61\x63k_step\x18\x04 \x01(\x04\x12\x0c\n\x04\x64one\x18\x05 \x01(\x08\"6\n\x14GetRendezvousRequest\x12\x0f\n\x07job_uid\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"(\n\nRendezvous\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\r\"\x93\x01\n\x13ShardWrittenRequest\x12\x0f\n\x07job_uid\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x15\n\rstop_sequence\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12&\n\x06shards\x18\x05 \x03(\x0b\x32\x16.ganger.agent.v1.Shard\x12\x0f\n\x07refusal\x18\x06 \x01(\t\"t\n\x05Shard\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04\x66ile\x18\x02 \x01(\t\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\x14\n\x0c\x64\x65vice_model\x18\x05 \x01(\t\x12\x15\n\rheader_digest\x18\x06 \x01(\t\")\n\x14ShardWrittenResponse\x12\x11\n\tpublished\x18\x01 \x01(\x08\"S\n\x12ReadPeerLogRequest\x12\x0f\n\x07job_uid\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0e\n\x06\x66ollow\x18\x04 \x01(\x08\"\x9b\x01\n\nSliceOrder\x12\x10\n\x08node_set\x18\x01 \x01(\x04\x12\x11\n\tset_epoch\x18\x02 \x01(\x04\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12\r\n\x05slice\x18\x05 \x01(\r\x12$\n\x05stops\x18\x06 \x03(\x0b\x32\x15.ganger.agent.v1.Stop\x12\x10\n\x08is_query\x18\x07 \x01(\x08\":\n\x04Stop\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x11\n\tset_epoch\x18\x02 \x01(\x04\x12\x10\n\x08sequence\x18\x03 \x01(\x04\"\x8c\x02\n\x0bSliceMember\x12*\n\x05order\x18\x01 \x01(\x0b\x32\x1b.ganger.agent.v1.SliceOrder\x12\x15\n\rknown_version\x18\x02 \x01(\x04\x12\x0f\n\x07started\x18\x03 \x01(\x08\x12\x14\n\x0c\x61live_epochs\x18\x04 \x03(\x04\x12\x16\n\x0erunning_epochs\x18\x05 \x03(\x04\x12\x18\n\x10unstarted_epochs\x18\x07 \x03(\x04\x12\x0f\n\x07\x62locked\x18\x08 \x01(\x08\x12\x16\n\x0eresting_epochs\x18\t \x03(\x04\x12\x32\n\x0fswitch_duration\x18\n \x01(\x0b\x32\x19.google.protobuf.DurationJ\x04\x08\x06\x10\x07\x32\x9d\x03\n\x0bPeerService\x12M\n\rRelayBoundary\x12\x1b.ganger.agent.v1.RankPoints\x1a\x1b.ganger.agent.v1.RankPoints(\x01\x30\x01\x12S\n\rGetRendezvous\x12%.ganger.agent.v1.GetRendezvousRequest\x1a\x1b.ganger.agent.v1.Rendezvous\x12[\n\x0cShardWritten\x12$.ganger.agent.v1.ShardWrittenRequest\x1a%.ganger.agent.v1.ShardWrittenResponse\x12\x46\n\tSwitchRow\x12\x1b.ganger.agent.v1.SliceOrder\x1a\x1c.ganger.agent.v1.SliceMember\x12\x45\n\x07ReadLog\x12#.ganger.agent.v1.ReadPeerLogRequest\x1a\x13.ganger.v1.LogChunk0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aganger/agent/v1/peer.proto\x12\x0fganger.agent.v1\x1a\x1bganger/agent/v1/agent.proto\x1a\x1bganger/v1/job_service.proto\x1a\x1egoogle/protobuf/duration.proto\"\xab\x01\n\nRankPoints\x12\x0f\n\x07job_uid\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12(\n\x05order\x18\x03 \x01(\x0b\x32\x19.ganger.agent.v1.OrderKey\x12\x15\n\rstop_sequence\x18\x04 \x01(\x04\x12*\n\x06points\x18\x05 \x03(\x0b\x32\x1a.ganger.agent.v1.RankPoint\x12\x10\n\x08sequence\x18\x06 \x01(\x04\"]\n\tRankPoint\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x14\n\x0c\x61\x63k_sequence\x18\x03 \x01(\x04\x12\x10\n\x08\x61\x63k_step\x18\x04 \x01(\x04\x12\x0c\n\x04\x64one\x18\x05 \x01(\x08\"6\n\x14GetRendezvousRequest\x12\x0f\n\x07job_uid\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"(\n\nRendezvous\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\r\"\x93\x01\n\x13ShardWrittenRequest\x12\x0f\n\x07job_uid\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x15\n\rstop_sequence\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12&\n\x06shards\x18\x05 \x03(\x0b\x32\x16.ganger.agent.v1.Shard\x12\x0f\n\x07refusal\x18\x06 \x01(\t\"T\n\x15KeepCheckpointRequest\x12\x0f\n\x07job_uid\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06stream\x18\x03 \x01(\t\x12\x0c\n\x04user\x18\x04 \x01(\t\"&\n\x16KeepCheckpointResponse\x12\x0c\n\x04node\x18\x01 \x01(\t\"t\n\x05Shard\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04\x66ile\x18\x02 \x01(\t\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\x14\n\x0c\x64\x65vice_model\x18\x05 \x01(\t\x12\x15\n\rheader_digest\x18\x06 \x01(\t\")\n\x14ShardWrittenResponse\x12\x11\n\tpublished\x18\x01 \x01(\x08\"S\n\x12ReadPeerLogRequest\x12\x0f\n\x07job_uid\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0e\n\x06\x66ollow\x18\x04 \x01(\x08\"\x9b\x01\n\nSliceOrder\x12\x10\n\x08node_set\x18\x01 \x01(\x04\x12\x11\n\tset_epoch\x18\x02 \x01(\x04\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12\r\n\x05slice\x18\x05 \x01(\r\x12$\n\x05stops\x18\x06 \x03(\x0b\x32\x15.ganger.agent.v1.Stop\x12\x10\n\x08is_query\x18\x07 \x01(\x08\":\n\x04Stop\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x11\n\tset_epoch\x18\x02 \x01(\x04\x12\x10\n\x08sequence\x18\x03 \x01(\x04\"\x8c\x02\n\x0bSliceMember\x12*\n\x05order\x18\x01 \x01(\x0b\x32\x1b.ganger.agent.v1.SliceOrder\x12\x15\n\rknown_version\x18\x02 \x01(\x04\x12\x0f\n\x07started\x18\x03 \x01(\x08\x12\x14\n\x0c\x61live_epochs\x18\x04 \x03(\x04\x12\x16\n\x0erunning_epochs\x18\x05 \x03(\x04\x12\x18\n\x10unstarted_epochs\x18\x07 \x03(\x04\x12\x0f\n\x07\x62locked\x18\x08 \x01(\x08\x12\x16\n\x0eresting_epochs\x18\t \x03(\x04\x12\x32\n\x0fswitch_duration\x18\n \x01(\x0b\x32\x19.google.protobuf.DurationJ\x04\x08\x06\x10\x07\x32\x80\x04\n\x0bPeerService\x12M\n\rRelayBoundary\x12\x1b.ganger.agent.v1.RankPoints\x1a\x1b.ganger.agent.v1.RankPoints(\x01\x30\x01\x12S\n\rGetRendezvous\x12%.ganger.agent.v1.GetRendezvousRequest\x1a\x1b.ganger.agent.v1.Rendezvous\x12[\n\x0cShardWritten\x12$.ganger.agent.v1.ShardWrittenRequest\x1a%.ganger.agent.v1.ShardWrittenResponse\x12\x46\n\tSwitchRow\x12\x1b.ganger.agent.v1.SliceOrder\x1a\x1c.ganger.agent.v1.SliceMember\x12\x61\n\x0eKeepCheckpoint\x12&.ganger.agent.v1.KeepCheckpointRequest\x1a\'.ganger.agent.v1.KeepCheckpointResponse\x12\x45\n\x07ReadLog\x12#.ganger.agent.v1.ReadPeerLogRequest\x1a\x13.ganger.v1.LogChunk0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,18 +44,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RENDEZVOUS']._serialized_end=502
   _globals['_SHARDWRITTENREQUEST']._serialized_start=505
   _globals['_SHARDWRITTENREQUEST']._serialized_end=652
-  _globals['_SHARD']._serialized_start=654
-  _globals['_SHARD']._serialized_end=770
-  _globals['_SHARDWRITTENRESPONSE']._serialized_start=772
-  _globals['_SHARDWRITTENRESPONSE']._serialized_end=813
-  _globals['_READPEERLOGREQUEST']._serialized_start=815
-  _globals['_READPEERLOGREQUEST']._serialized_end=898
-  _globals['_SLICEORDER']._serialized_start=901
-  _globals['_SLICEORDER']._serialized_end=1056
-  _globals['_STOP']._serialized_start=1058
-  _globals['_STOP']._serialized_end=1116
-  _globals['_SLICEMEMBER']._serialized_start=1119
-  _globals['_SLICEMEMBER']._serialized_end=1387
-  _globals['_PEERSERVICE']._serialized_start=1390
-  _globals['_PEERSERVICE']._serialized_end=1803
+  _globals['_KEEPCHECKPOINTREQUEST']._serialized_start=654
+  _globals['_KEEPCHECKPOINTREQUEST']._serialized_end=738
+  _globals['_KEEPCHECKPOINTRESPONSE']._serialized_start=740
+  _globals['_KEEPCHECKPOINTRESPONSE']._serialized_end=778
+  _globals['_SHARD']._serialized_start=780
+  _globals['_SHARD']._serialized_end=896
+  _globals['_SHARDWRITTENRESPONSE']._serialized_start=898
+  _globals['_SHARDWRITTENRESPONSE']._serialized_end=939
+  _globals['_READPEERLOGREQUEST']._serialized_start=941
+  _globals['_READPEERLOGREQUEST']._serialized_end=1024
+  _globals['_SLICEORDER']._serialized_start=1027
+  _globals['_SLICEORDER']._serialized_end=1182
+  _globals['_STOP']._serialized_start=1184
+  _globals['_STOP']._serialized_end=1242
+  _globals['_SLICEMEMBER']._serialized_start=1245
+  _globals['_SLICEMEMBER']._serialized_end=1513
+  _globals['_PEERSERVICE']._serialized_start=1516
+  _globals['_PEERSERVICE']._serialized_end=2028
 # @@protoc_insertion_point(module_scope)

@@ -159,6 +159,51 @@ class ShardWrittenRequest(google.protobuf.message.Message):
 Global___ShardWrittenRequest: typing_extensions.TypeAlias = ShardWrittenRequest
 
 @typing.final
+class KeepCheckpointRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_UID_FIELD_NUMBER: builtins.int
+    PATH_FIELD_NUMBER: builtins.int
+    STREAM_FIELD_NUMBER: builtins.int
+    USER_FIELD_NUMBER: builtins.int
+    job_uid: builtins.str
+    path: builtins.str
+    """Relative to the job's directory."""
+    stream: builtins.str
+    """State stream of the node that has it."""
+    user: builtins.str
+    """User of the job."""
+    def __init__(
+        self,
+        *,
+        job_uid: builtins.str = ...,
+        path: builtins.str = ...,
+        stream: builtins.str = ...,
+        user: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["job_uid", b"job_uid", "path", b"path", "stream", b"stream", "user", b"user"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___KeepCheckpointRequest: typing_extensions.TypeAlias = KeepCheckpointRequest
+
+@typing.final
+class KeepCheckpointResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: builtins.int
+    node: builtins.str
+    """"nodes/{node}" that has it now."""
+    def __init__(
+        self,
+        *,
+        node: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["node", b"node"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___KeepCheckpointResponse: typing_extensions.TypeAlias = KeepCheckpointResponse
+
+@typing.final
 class Shard(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -55,6 +55,11 @@ class PeerServiceStub(object):
                 request_serializer=ganger_dot_agent_dot_v1_dot_peer__pb2.SliceOrder.SerializeToString,
                 response_deserializer=ganger_dot_agent_dot_v1_dot_peer__pb2.SliceMember.FromString,
                 _registered_method=True)
+        self.KeepCheckpoint = channel.unary_unary(
+                '/ganger.agent.v1.PeerService/KeepCheckpoint',
+                request_serializer=ganger_dot_agent_dot_v1_dot_peer__pb2.KeepCheckpointRequest.SerializeToString,
+                response_deserializer=ganger_dot_agent_dot_v1_dot_peer__pb2.KeepCheckpointResponse.FromString,
+                _registered_method=True)
         self.ReadLog = channel.unary_stream(
                 '/ganger.agent.v1.PeerService/ReadLog',
                 request_serializer=ganger_dot_agent_dot_v1_dot_peer__pb2.ReadPeerLogRequest.SerializeToString,
@@ -100,6 +105,14 @@ class PeerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def KeepCheckpoint(self, request, context):
+        """Fetch a checkpoint from another node's own disk, and keep it. Answered once it is there and verified.
+        Errors: UNAVAILABLE/CHECKPOINT_NOT_FETCHED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReadLog(self, request, context):
         """The segments this daemon has of a rank's log, from a logical offset. Errors: NOT_FOUND/RANK_NOT_FOUND,
         OUT_OF_RANGE/OFFSET_BEYOND_END (metadata "end": where it ends).
@@ -130,6 +143,11 @@ def add_PeerServiceServicer_to_server(servicer, server):
                     servicer.SwitchRow,
                     request_deserializer=ganger_dot_agent_dot_v1_dot_peer__pb2.SliceOrder.FromString,
                     response_serializer=ganger_dot_agent_dot_v1_dot_peer__pb2.SliceMember.SerializeToString,
+            ),
+            'KeepCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.KeepCheckpoint,
+                    request_deserializer=ganger_dot_agent_dot_v1_dot_peer__pb2.KeepCheckpointRequest.FromString,
+                    response_serializer=ganger_dot_agent_dot_v1_dot_peer__pb2.KeepCheckpointResponse.SerializeToString,
             ),
             'ReadLog': grpc.unary_stream_rpc_method_handler(
                     servicer.ReadLog,

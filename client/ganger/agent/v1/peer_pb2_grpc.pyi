@@ -45,6 +45,10 @@ class PeerServiceStub:
     (set_epoch, sequence) it has heard. Errors: NOT_FOUND/NODE_SET_NOT_FOUND, ABORTED/EPOCH_STALE (it knows a newer
     leader).
     """
+    KeepCheckpoint: grpc.UnaryUnaryMultiCallable[ganger.agent.v1.peer_pb2.KeepCheckpointRequest, ganger.agent.v1.peer_pb2.KeepCheckpointResponse]
+    """Fetch a checkpoint from another node's own disk, and keep it. Answered once it is there and verified.
+    Errors: UNAVAILABLE/CHECKPOINT_NOT_FETCHED.
+    """
     ReadLog: grpc.UnaryStreamMultiCallable[ganger.agent.v1.peer_pb2.ReadPeerLogRequest, ganger.v1.job_service_pb2.LogChunk]
     """The segments this daemon has of a rank's log, from a logical offset. Errors: NOT_FOUND/RANK_NOT_FOUND,
     OUT_OF_RANGE/OFFSET_BEYOND_END (metadata "end": where it ends).
@@ -71,6 +75,10 @@ class PeerServiceAsyncStub(PeerServiceStub):
     """The leader of a node set says which row runs, or asks where a member stands: without rows. A member obeys the highest
     (set_epoch, sequence) it has heard. Errors: NOT_FOUND/NODE_SET_NOT_FOUND, ABORTED/EPOCH_STALE (it knows a newer
     leader).
+    """
+    KeepCheckpoint: grpc.aio.UnaryUnaryMultiCallable[ganger.agent.v1.peer_pb2.KeepCheckpointRequest, ganger.agent.v1.peer_pb2.KeepCheckpointResponse]  # type: ignore[assignment]
+    """Fetch a checkpoint from another node's own disk, and keep it. Answered once it is there and verified.
+    Errors: UNAVAILABLE/CHECKPOINT_NOT_FETCHED.
     """
     ReadLog: grpc.aio.UnaryStreamMultiCallable[ganger.agent.v1.peer_pb2.ReadPeerLogRequest, ganger.v1.job_service_pb2.LogChunk]  # type: ignore[assignment]
     """The segments this daemon has of a rank's log, from a logical offset. Errors: NOT_FOUND/RANK_NOT_FOUND,
@@ -119,6 +127,16 @@ class PeerServiceServicer(metaclass=abc.ABCMeta):
         """The leader of a node set says which row runs, or asks where a member stands: without rows. A member obeys the highest
         (set_epoch, sequence) it has heard. Errors: NOT_FOUND/NODE_SET_NOT_FOUND, ABORTED/EPOCH_STALE (it knows a newer
         leader).
+        """
+
+    @abc.abstractmethod
+    def KeepCheckpoint(
+        self,
+        request: ganger.agent.v1.peer_pb2.KeepCheckpointRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[ganger.agent.v1.peer_pb2.KeepCheckpointResponse, collections.abc.Awaitable[ganger.agent.v1.peer_pb2.KeepCheckpointResponse]]:
+        """Fetch a checkpoint from another node's own disk, and keep it. Answered once it is there and verified.
+        Errors: UNAVAILABLE/CHECKPOINT_NOT_FETCHED.
         """
 
     @abc.abstractmethod

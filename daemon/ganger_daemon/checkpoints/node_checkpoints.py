@@ -1,0 +1,275 @@
+"""Checkpoints on the nodes' own disks, for gangs whose nodes do not all see the storage: served to other daemons file
+by file, fetched from them, verified, and removed once no job starts from them.
+
+Below the directory of a node lies what would lie on storage: UID/checkpoints/STEP-EPOCH. The leader of a gang has all
+of its shards. Jobs that run as accounts write there, so no step of a path is followed that is a link."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import stat
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final, NamedTuple
+
+from ganger.injob.launcher.process_record import sync
+from ganger.text import os_failure
+from ganger.wire.endpoints import EndpointError
+
+from ganger_daemon.checkpoints.storage import (
+    MANIFEST,
+    PLACES,
+    Manifest,
+    Shard,
+    Unreadable,
+    complete,
+    give_storage,
+    parse_final,
+    read_manifest,
+    room_missing,
+    shard_name,
+    verify,
+)
+from ganger_daemon.node.accounts import Account
+from ganger_daemon.node.daemon_files import remove_tree
+from ganger_daemon.transfer.state_stream import (
+    LINE_S,
+    StreamError,
+    StreamRequest,
+    connect,
+    limit_silence,
+    parse_line,
+    read_line,
+)
+
+# As the master makes them, and others that cannot lead out of a directory.
+_UID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
+_DIRECTORY: Final = re.compile(rf"({'|'.join(PLACES)})/\d+-\d+(\.tmp)?")
+_FILE: Final = re.compile(rf"({re.escape(MANIFEST)}|rank-\d+\.shard)")
+_OPEN: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_PIECE_BYTES: Final = 1 << 20
+_MANIFEST_MOST_BYTES: Final = 16 << 20
+_INCOMING: Final = ".incoming"
+_ATTEMPTS: Final = 4
+# What a node reports at most; of further ones nothing is removed.
+KEPT_MOST: Final = 1_000
+
+
+class FetchError(Exception):
+    """A checkpoint cannot be fetched; the message has the reason of each node that was asked. `is_lasting`: all of them
+    have answered, and none has it undamaged."""
+
+    def __init__(self, message: str, is_lasting: bool = False) -> None:
+        super().__init__(message)
+        self.is_lasting = is_lasting
+
+
+class KeptCheckpoint(NamedTuple):
+    """A checkpoint on this node's disk; `path` is relative to the job's directory."""
+
+    job_uid: str
+    path: str
+
+
+class CheckpointFile:
+    """One file of a checkpoint, as a source of the stream server. Raises StreamError for a name that is none."""
+
+    def __init__(self, directory: Path, request: StreamRequest) -> None:
+        folder, _, name = request.file.rpartition("/")
+        if not (_UID.fullmatch(request.job_uid) and _DIRECTORY.fullmatch(folder) and _FILE.fullmatch(name)):
+            raise StreamError("this is no file of a checkpoint", retry=False)
+        try:
+            with _opened(directory, f"{request.job_uid}/{folder}") as parent:
+                self._descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=parent)
+        except OSError as error:
+            raise StreamError(f"{request.file} is not here: {os_failure(error)}", retry=False) from error
+        status = os.fstat(self._descriptor)
+        self._size = status.st_size
+        if not stat.S_ISREG(status.st_mode) or not self._size:
+            os.close(self._descriptor)
+            raise StreamError(f"{request.file} is no plain file", retry=False)
+
+    def progress(self) -> tuple[int, int]:
+        return self._size, self._size
+
+    def valid(self) -> bool:
+        return True
+
+    def open_arena(self) -> int:
+        return self._descriptor
+
+
+@contextmanager
+def _opened(base: Path, name: str) -> Iterator[int]:
+    """Open a directory below `base`, no step to which may be a link. Raises OSError."""
+    descriptor = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for step in Path(name).parts:
+            inner = os.open(step, _OPEN, dir_fd=descriptor)
+            os.close(descriptor)
+            descriptor = inner
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetcher:
+    """Fetches files of checkpoints into `directory`, as this daemon. `token`, `tls`: as of the state stream."""
+
+    directory: Path
+    token: str
+    tls: str = ""
+
+    def shard(self, stream: str, job_uid: str, unfinished: Path, shard: Shard, account: Account | None) -> None:
+        """Fetch a member's shard into the directory of an unfinished checkpoint of this node. Blocks. Raises OSError
+        and StreamError."""
+        folder = f"{unfinished.parent.name}/{unfinished.name}"
+        with _opened(self.directory, f"{job_uid}/{folder}") as parent:
+            name = shard_name(shard.rank)
+            with suppress(FileNotFoundError):
+                if os.stat(name, dir_fd=parent, follow_symlinks=False).st_size == shard.size_bytes:
+                    return
+                os.unlink(name, dir_fd=parent)
+            size = self._file(stream, job_uid, f"{folder}/{name}", parent, name, shard.size_bytes, account)
+            if size != shard.size_bytes:
+                raise StreamError(f"{name} has {size} bytes at its node, which reported {shard.size_bytes}")
+
+    def checkpoint(self, streams: Sequence[str], job_uid: str, path: str, account: Account | None) -> Manifest:
+        """Return the manifest of a checkpoint on this node's disk, fetched from the first of `streams` that has it if
+        it is not there yet, whole and verified. Blocks. Raises FetchError."""
+        final = self.directory / job_uid / path
+        if not (_UID.fullmatch(job_uid) and _DIRECTORY.fullmatch(path)) or parse_final(final.name) is None:
+            raise FetchError(f"{path} of {job_uid} is no checkpoint")
+        if isinstance(found := verify(final), Manifest):
+            return found
+        reasons, is_lasting = [], bool(streams)
+        for stream in streams:
+            try:
+                return self._whole(stream, job_uid, path, account)
+            except (OSError, StreamError, EndpointError, ValueError) as error:
+                reasons.append(f"{stream}: {os_failure(error) if isinstance(error, OSError) else error}")
+                is_lasting &= isinstance(error, ValueError) or (isinstance(error, StreamError) and not error.retry)
+        raise FetchError("; ".join(reasons) or "no node that has it is there", is_lasting)
+
+    def _whole(self, stream: str, job_uid: str, path: str, account: Account | None) -> Manifest:
+        incoming = self.directory / _INCOMING / f"{job_uid}-{Path(path).name}"
+        remove_tree(incoming)
+        incoming.mkdir(parents=True, mode=0o700)
+        try:
+            with _opened(incoming, "") as parent:
+                self._file(stream, job_uid, f"{path}/{MANIFEST}", parent, MANIFEST, _MANIFEST_MOST_BYTES, account)
+                manifest = read_manifest(incoming)
+                if missing := room_missing(self.directory, manifest.size_bytes):
+                    raise OSError(errno.ENOSPC, f"{missing} bytes are missing on this node", str(self.directory))
+                for name, entry in sorted(manifest.files.items()):
+                    if not _FILE.fullmatch(name):
+                        raise ValueError(f"{MANIFEST} names {name[:40]!r}, which is no shard")
+                    self._file(stream, job_uid, f"{path}/{name}", parent, name, entry.bytes, account)
+                if account is not None:
+                    os.fchown(parent, account.uid, account.gid)
+            # By its final name it is verified: epoch and step are part of it.
+            staged = incoming.with_name(f"{incoming.name}.d") / Path(path).name
+            remove_tree(staged.parent)
+            staged.parent.mkdir(mode=0o700)
+            incoming.rename(staged)
+            found = verify(staged)
+            if isinstance(found, Unreadable):
+                raise ValueError(f"it is damaged: {found.why}")
+            self._settle(staged, job_uid, path, account)
+            return found
+        finally:
+            remove_tree(incoming)
+            remove_tree(incoming.with_name(f"{incoming.name}.d"))
+
+    def _settle(self, staged: Path, job_uid: str, path: str, account: Account | None) -> None:
+        """Move a verified checkpoint to its place."""
+        place, _, name = path.partition("/")
+        if account is not None:
+            give_storage(self.directory, job_uid, account)
+        else:
+            (self.directory / job_uid / place).mkdir(parents=True, exist_ok=True)
+        with _opened(self.directory, f"{job_uid}/{place}") as parent:
+            with suppress(FileNotFoundError):
+                # A damaged or former one.
+                shutil.rmtree(name, dir_fd=parent)
+            os.rename(staged, name, dst_dir_fd=parent)
+            os.fsync(parent)
+        sync(self.directory / job_uid)
+
+    def _file(
+        self, stream: str, job_uid: str, file: str, parent: int, name: str, most_bytes: int, account: Account | None
+    ) -> int:
+        """Fetch one file, going on where a connection broke; return its size."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        part = f"{name}.part"
+        with suppress(FileNotFoundError):
+            os.unlink(part, dir_fd=parent)
+        with os.fdopen(os.open(part, flags, 0o600, dir_fd=parent), "wb") as target:
+            for attempt in range(1, _ATTEMPTS + 1):
+                request = StreamRequest(self.token, job_uid, 0, 0, 0, target.tell(), file)
+                try:
+                    size = self._receive(stream, request, target, most_bytes)
+                    break
+                except (StreamError, TimeoutError, ConnectionError) as error:
+                    if attempt == _ATTEMPTS or (isinstance(error, StreamError) and not error.retry):
+                        raise
+            target.flush()
+            os.fsync(target.fileno())
+            if account is not None:
+                os.fchown(target.fileno(), account.uid, account.gid)
+        os.rename(part, name, src_dir_fd=parent, dst_dir_fd=parent)
+        return size
+
+    def _receive(self, stream: str, request: StreamRequest, target: BinaryIO, most_bytes: int) -> int:
+        with connect(stream, self.tls) as connection:
+            limit_silence(connection, LINE_S)
+            connection.sendall(request.line())
+            answer = parse_line(read_line(connection))
+            if "error" in answer:
+                raise StreamError(str(answer["error"]), retry=bool(answer.get("retry", True)))
+            size, there = int(answer.get("size", 0)), request.offset
+            if not 0 < size <= most_bytes:
+                raise StreamError(f"{request.file} has {size} bytes, at most {most_bytes} are expected", retry=False)
+            while there < size:
+                found = connection.recv(min(_PIECE_BYTES, size - there))
+                if not found:
+                    raise StreamError("the other side closed the connection before the file was complete")
+                there += target.write(found)
+            if not parse_line(read_line(connection)).get("whole"):
+                raise StreamError("the node could not send all of it")
+            return size
+
+
+def kept(directory: Path) -> tuple[KeptCheckpoint, ...]:
+    """Return the complete checkpoints on a node's disk, at most `KEPT_MOST`. Blocks."""
+    found: list[KeptCheckpoint] = []
+    with suppress(OSError):
+        for job in sorted(directory.iterdir()):
+            if not _UID.fullmatch(job.name) or job.is_symlink():
+                continue
+            for place in PLACES:
+                with suppress(OSError):
+                    found += [KeptCheckpoint(job.name, f"{place}/{name}") for name in complete(job / place)]
+    return tuple(found[:KEPT_MOST])
+
+
+def remove(directory: Path, removable: Collection[KeptCheckpoint], live: Collection[str]) -> None:
+    """Remove checkpoints from a node's disk, and with the last one the job's directory. Blocks. `live`: jobs that have
+    a gang on this node, which may be writing another one."""
+    for job_uid, path in removable:
+        place, _, name = path.partition("/")
+        if not (_UID.fullmatch(job_uid) and _DIRECTORY.fullmatch(path)):
+            continue
+        with suppress(OSError), _opened(directory, f"{job_uid}/{place}") as parent:
+            # Renamed first, so that no reader finds half of one under its name.
+            os.rename(name, f".trash-{name}", src_dir_fd=parent, dst_dir_fd=parent)
+            shutil.rmtree(f".trash-{name}", dir_fd=parent)
+    for job_uid in {job_uid for job_uid, _ in removable if _UID.fullmatch(job_uid)}.difference(live):
+        if not any(complete(directory / job_uid / place) for place in PLACES):
+            remove_tree(directory / job_uid)
