@@ -122,5 +122,15 @@ def test_the_arena_is_the_peak_and_a_tenth_rounded_up() -> None:
 def test_words_of_a_newer_program_are_refused_by_name() -> None:
     with pytest.raises(RequestInvalid, match="level 99"):
         convert.level_from_wire(99)
-    with pytest.raises(RequestInvalid, match="MOON_PHASE"):
-        convert.refusal_from_wire(resources_pb2.Refusal(reason="MOON_PHASE"))
+
+
+def test_a_refusal_for_a_reason_of_a_newer_master_keeps_the_sentence_that_the_master_sent() -> None:
+    sentence = "the moon is too small (8% needed, 3% free), on n1, because of jobs/4"
+    newer = resources_pb2.Refusal(
+        reason="MOON_PHASE", message=sentence, figures={"needed_percent": 8}, node="nodes/n1", job="jobs/4"
+    )
+    refusal = convert.refusal_from_wire(newer)
+    assert (refusal.reason, refusal.node, refusal.job) == (Reason.UNKNOWN, "n1", "jobs/4")
+    assert refusal.message == f"MOON_PHASE: {sentence}"
+    # Relayed to another program it is the same sentence.
+    assert convert.refusal_from_wire(convert.refusal_to_wire(refusal)) == refusal

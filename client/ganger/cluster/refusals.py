@@ -125,6 +125,9 @@ class Reason(Enum):
         30.0,
     )
 
+    # What a program of a newer version refuses for; its sentence is in the detail. Nothing here refuses for it.
+    UNKNOWN = "UNKNOWN", _BLOCKER, "a reason that this version does not have", Effect.EXCLUDES_NODE
+
     STALE_REVISION = "STALE_REVISION", _RACE, "the job has changed since the request was computed"
     OUT_OF_TURN = "OUT_OF_TURN", _RACE, "the placement lease has expired or belongs to another job"
     NODE_GONE = "NODE_GONE", _RACE, "the node left the view"

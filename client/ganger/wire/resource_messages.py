@@ -280,24 +280,24 @@ def refusal_to_wire(value: Refusal, into: resources_pb2.Refusal | None = None) -
 
 
 def refusal_from_wire(message: resources_pb2.Refusal) -> Refusal:
-    """Return a refusal. Raises RequestInvalid for an unknown reason."""
-    try:
-        reason = Reason[message.reason]
-    except KeyError as error:
-        raise RequestInvalid(
-            f"reason {message.reason!r} is unknown here: the sender is newer than this program"
-        ) from error
+    """Return a refusal; one for a reason of a newer sender is UNKNOWN, with the sender's code and sentence. Raises
+    RequestInvalid."""
+    reason = Reason.__members__.get(message.reason, Reason.UNKNOWN)
+    is_known = message.reason in Reason.__members__
     if len(message.figures) > _FIGURES_MOST or any(len(name) > _NAME_MOST for name in message.figures):
         raise RequestInvalid(f"a refusal has at most {_FIGURES_MOST} figures, of names of {_NAME_MOST} characters")
     plain = Refusal(
         reason,
-        dict(message.figures),
+        # The sentence has those of an unknown reason already, in words that may be unknown, too.
+        dict(message.figures) if is_known else {},
         node=names.parse_node_name(message.node) if message.node else "",
         job=names.job_name(names.parse_job_name(message.job)) if message.job else "",
     )
     # The wire carries the whole sentence; its tail is made of the other fields, so the detail is what precedes it.
     tail = plain.message.removeprefix(reason.meaning)
     detail = message.message.removesuffix(tail)[:_DETAIL_MOST]
+    if not is_known:
+        return replace(plain, detail=f"{message.reason[:_NAME_MOST]}: {detail}")
     return plain if detail == reason.meaning else replace(plain, detail=detail)
 
 
