@@ -125,11 +125,24 @@ def test_update_sends_only_what_is_named(call: Call, master: CannedMaster, capsy
     assert (times.seconds(sent.lead), sent.HasField("reason"), sent.reason) == (0.0, True, "")
 
 
+def test_update_adds_and_removes_nodes_and_users_and_makes_maintenance(call: Call, master: CannedMaster) -> None:
+    change = node_pb2.UpdateReservationRequest
+    assert call("reserve", "update", "course", "--nodes", "+=n5,gpu[1-2]", "--users", "-=ann,bob") == 0
+    sent = master.requests[-1]
+    assert (sent.nodes, sent.nodes_change) == ("n5,gpu[1-2]", change.LIST_CHANGE_ADD)
+    assert (list(sent.users), sent.users_change) == (["ann", "bob"], change.LIST_CHANGE_REMOVE)
+    assert call("reserve", "update", "course", "--maintenance") == 0
+    assert master.requests[-1] == change(name="course", maintenance=True)
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ((), "name what to change: --start, --duration, --nodes, --users, --lead or --reason"),
-        (("--users", ""), "names no user; for maintenance delete the reservation and create it anew"),
+        ((), "name what to change: --start, --duration, --nodes, --users, --maintenance, --lead or --reason"),
+        (("--users", ""), "names no user; --maintenance makes it maintenance"),
+        (("--users", "+="), "names no user"),
+        (("--users", "ann", "--maintenance"), "--maintenance goes without --users"),
+        (("--nodes", "-="), "names no node"),
         (("--nodes", " "), "names no node; `ganger reserve delete a` ends it"),
         (("--start", "soon"), "--start: 'soon' is neither a time nor a duration"),
     ],

@@ -32,7 +32,7 @@ from ganger_master.core.job_spec import Agent, JobSpec, Update
 from ganger_master.core.kept_places import kept_places_of
 from ganger_master.core.machine import next_wake
 from ganger_master.core.node_faults import service_reason
-from ganger_master.core.node_model import NodeState, Reservation
+from ganger_master.core.node_model import ListChange, NodeState, Reservation
 from ganger_master.core.plan_changes import Goal, Purpose, SuspendChange
 from ganger_master.core.reservations import ReservationPhase, can_leave, hold_of, phase_of
 from ganger_master.core.settings import CoreSettings
@@ -122,6 +122,8 @@ def test_a_reservation_that_cannot_be_is_refused_with_the_reason(
         ({"start": 500.0, "duration_s": 100.0}, {"start": 500.0, "end": 600.0}),
         ({"nodes": ("n1", "n2")}, {"nodes": ("n1", "n2")}),
         ({"users": ("ann",), "reason": "", "lead_s": 0.0}, {"users": ("ann",), "reason": "", "lead_s": 0.0}),
+        ({"nodes": ("n2", "n1"), "nodes_change": ListChange.ADD}, {"nodes": ("n1", "n2")}),
+        ({"users": ("ann",), "users_change": ListChange.ADD}, {"users": ("ann",)}),
     ],
 )
 def test_an_update_changes_what_it_names(changes: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -155,6 +157,28 @@ def test_an_update_that_cannot_be_is_refused_and_changes_nothing(
     answer = drive.step(UpdateReservation(name, **changes))
     assert getattr(answer, "reason", None) == reason
     assert (drive.state.reservations == before) is (reason is not None)
+
+
+def test_an_update_adds_and_removes_users_and_leaves_none_only_for_maintenance() -> None:
+    drive = reserved(COURSE)
+
+    def users(*named: str, change: ListChange = ListChange.REPLACE) -> object:
+        answer = drive.step(UpdateReservation("course", users=named, users_change=change))
+        return getattr(answer, "message", drive.state.reservations["course"].users)
+
+    assert users("cat", "ann", change=ListChange.ADD) == ("ann", "bob", "cat")
+    assert users("ann", "zoe", change=ListChange.REMOVE) == ("bob", "cat")
+    assert "would have none left" in str(users("bob", "cat", change=ListChange.REMOVE))
+    assert users() == ()
+    assert drive.history[-1].kind == "reservation_updated"
+    assert users("ann", change=ListChange.REMOVE) == ()
+
+
+def test_an_update_that_removes_every_node_is_refused() -> None:
+    drive = reserved(UPGRADE)
+    answer = drive.step(UpdateReservation("upgrade", nodes=("n1",), nodes_change=ListChange.REMOVE))
+    assert isinstance(answer, Refused)
+    assert "nodes: at least one" in answer.message
 
 
 def test_an_update_of_one_that_lasts_frees_nodes_and_lets_users_in_at_once() -> None:

@@ -41,6 +41,13 @@ def test_a_reservation_closes_its_nodes_survives_a_restart_and_is_deleted(tmp_pa
             changed = await served.nodes.UpdateReservation(update)
             assert (changed.nodes, list(changed.users), changed.user) == ("n3", ["ann", "bob"], made.user)
             assert times.unix_s(changed.end_time) - times.unix_s(changed.start_time) == pytest.approx(3_600.0)
+            more = node_pb2.UpdateReservationRequest(
+                name="course", nodes="n2", nodes_change=node_pb2.UpdateReservationRequest.LIST_CHANGE_ADD
+            )
+            assert (await served.nodes.UpdateReservation(more)).nodes == "n[2-3]"
+            more.nodes_change = 9  # type: ignore[assignment]
+            with pytest.raises(grpc.RpcError, match="change 9 of a list is unknown here"):
+                await served.nodes.UpdateReservation(more)
         async with serving(tmp_path) as served:
             first = await served.nodes.ListReservations(node_pb2.ListReservationsRequest(page_size=1))
             request = node_pb2.ListReservationsRequest(page_token=first.next_page_token)

@@ -14,7 +14,7 @@ from ganger.wire import times
 from ganger.wire.errors import ReservationNotFound
 
 if TYPE_CHECKING:
-    from ganger.v1.node_pb2 import Reservation
+    from ganger.v1.node_pb2 import Reservation, UpdateReservationRequest
 
 _HEADINGS = ("NAME", "STATE", "START", "END", "FOR", "NODES", "REASON")
 _SPARE = ("REASON", "END")
@@ -65,10 +65,11 @@ def create(
 
 @reserve.command("update")
 @click.argument("name")
-@click.option("--nodes", metavar="NODES", help="These nodes instead: gpu[01-08],big.")
+@click.option("--nodes", metavar="NODES", help="These nodes instead: gpu[01-08],big; += adds, -= removes: +=gpu09.")
 @click.option("--start", metavar="TIME", help="As of create. Without --duration it is as long as before.")
 @click.option("--duration", metavar="TIME", help="How long, from the start on.")
-@click.option("--users", metavar="USERS", help="These users instead: ann,bob.")
+@click.option("--users", metavar="USERS", help="These users instead: ann,bob; += adds, -= removes: +=eve.")
+@click.option("--maintenance", is_flag=True, help="No user's jobs: maintenance.")
 @click.option("--lead", metavar="TIME", help="How long before the start the nodes are emptied.")
 @click.option("--reason", "-m", metavar="TEXT", help="Shown to users.")
 @json_option
@@ -78,23 +79,35 @@ def update(
     start: str | None,
     duration: str | None,
     users: str | None,
+    maintenance: bool,
     lead: str | None,
     reason: str | None,
     as_json: bool,
 ) -> None:
-    """Change a reservation that is not over. What is not named stays; nodes that it loses take jobs again at once."""
+    """Change a reservation that is not over. What is not named stays; nodes that it loses take jobs again at once.
+
+    `--nodes +=gpu09` adds a node, `--nodes -=gpu[01-02]` removes two; `--users` likewise.
+    """
     from ganger.v1.node_pb2 import UpdateReservationRequest
 
-    if all(value is None for value in (nodes, start, duration, users, lead, reason)):
-        raise click.UsageError("name what to change: --start, --duration, --nodes, --users, --lead or --reason")
-    if nodes is not None and not nodes.strip():
+    if all(value is None for value in (nodes, start, duration, users, lead, reason)) and not maintenance:
+        options = "--start, --duration, --nodes, --users, --maintenance, --lead or --reason"
+        raise click.UsageError(f"name what to change: {options}")
+    if users is not None and maintenance:
+        raise click.UsageError("--maintenance goes without --users")
+    nodes_change, named = _change(nodes or "")
+    users_change, named_users = _change(users or "")
+    if nodes is not None and not named.strip():
         raise click.UsageError(f"--nodes: {nodes!r} names no node; `ganger reserve delete {name}` ends it")
     request = UpdateReservationRequest(
         name=name,
-        nodes=nodes or "",
+        nodes=named,
+        nodes_change=nodes_change,
         start_time=None if start is None else times.timestamp(_start(start)),
         duration=None if duration is None else times.duration(_duration("--duration", duration)),
-        users=[] if users is None else _users(users, "for maintenance delete the reservation and create it anew"),
+        users=[] if users is None else _users(named_users, "--maintenance makes it maintenance"),
+        users_change=users_change,
+        maintenance=maintenance,
         reason=reason,
         lead=None if lead is None else times.duration(_duration("--lead", lead)),
     )
@@ -197,6 +210,15 @@ def _users(text: str, remedy: str) -> list[str]:
     if not users:
         raise click.UsageError(f"--users: {text!r} names no user; {remedy}")
     return users
+
+
+def _change(text: str) -> tuple[UpdateReservationRequest.ListChange.ValueType, str]:
+    """Return how a list is to be changed, and the names: "+=a,b" adds, "-=a,b" removes, "a,b" replaces."""
+    from ganger.v1.node_pb2 import UpdateReservationRequest as Request
+
+    if text.startswith("+="):
+        return Request.LIST_CHANGE_ADD, text[2:]
+    return (Request.LIST_CHANGE_REMOVE, text[2:]) if text.startswith("-=") else (Request.LIST_CHANGE_UNSPECIFIED, text)
 
 
 def _start(text: str) -> float:

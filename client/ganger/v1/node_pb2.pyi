@@ -161,6 +161,25 @@ class UpdateReservationRequest(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    class _ListChange:
+        ValueType = typing.NewType("ValueType", builtins.int)
+        V: typing_extensions.TypeAlias = ValueType
+
+    class _ListChangeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[UpdateReservationRequest._ListChange.ValueType], builtins.type):
+        DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+        LIST_CHANGE_UNSPECIFIED: UpdateReservationRequest._ListChange.ValueType  # 0
+        """What is named replaces the list."""
+        LIST_CHANGE_ADD: UpdateReservationRequest._ListChange.ValueType  # 1
+        LIST_CHANGE_REMOVE: UpdateReservationRequest._ListChange.ValueType  # 2
+        """What is not in the list is left out of account."""
+
+    class ListChange(_ListChange, metaclass=_ListChangeEnumTypeWrapper): ...
+    LIST_CHANGE_UNSPECIFIED: UpdateReservationRequest.ListChange.ValueType  # 0
+    """What is named replaces the list."""
+    LIST_CHANGE_ADD: UpdateReservationRequest.ListChange.ValueType  # 1
+    LIST_CHANGE_REMOVE: UpdateReservationRequest.ListChange.ValueType  # 2
+    """What is not in the list is left out of account."""
+
     NAME_FIELD_NUMBER: builtins.int
     NODES_FIELD_NUMBER: builtins.int
     START_TIME_FIELD_NUMBER: builtins.int
@@ -168,10 +187,18 @@ class UpdateReservationRequest(google.protobuf.message.Message):
     USERS_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     LEAD_FIELD_NUMBER: builtins.int
+    NODES_CHANGE_FIELD_NUMBER: builtins.int
+    USERS_CHANGE_FIELD_NUMBER: builtins.int
+    MAINTENANCE_FIELD_NUMBER: builtins.int
     name: builtins.str
     nodes: builtins.str
-    """As in Reservation: all of its nodes from now on."""
+    """As in Reservation: all of its nodes from now on, unless nodes_change is set."""
     reason: builtins.str
+    nodes_change: Global___UpdateReservationRequest.ListChange.ValueType
+    users_change: Global___UpdateReservationRequest.ListChange.ValueType
+    """One that would leave no user is refused."""
+    maintenance: builtins.bool
+    """Without users from now on: maintenance."""
     @property
     def start_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """Without a duration it is as long as before."""
@@ -182,7 +209,7 @@ class UpdateReservationRequest(google.protobuf.message.Message):
 
     @property
     def users(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """All of its users from now on."""
+        """All of its users from now on, unless users_change is set."""
 
     @property
     def lead(self) -> google.protobuf.duration_pb2.Duration: ...
@@ -196,10 +223,13 @@ class UpdateReservationRequest(google.protobuf.message.Message):
         users: collections.abc.Iterable[builtins.str] | None = ...,
         reason: builtins.str | None = ...,
         lead: google.protobuf.duration_pb2.Duration | None = ...,
+        nodes_change: Global___UpdateReservationRequest.ListChange.ValueType = ...,
+        users_change: Global___UpdateReservationRequest.ListChange.ValueType = ...,
+        maintenance: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_reason", b"_reason", "duration", b"duration", "lead", b"lead", "reason", b"reason", "start_time", b"start_time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_reason", b"_reason", "duration", b"duration", "lead", b"lead", "name", b"name", "nodes", b"nodes", "reason", b"reason", "start_time", b"start_time", "users", b"users"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_reason", b"_reason", "duration", b"duration", "lead", b"lead", "maintenance", b"maintenance", "name", b"name", "nodes", b"nodes", "nodes_change", b"nodes_change", "reason", b"reason", "start_time", b"start_time", "users", b"users", "users_change", b"users_change"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reason: typing_extensions.TypeAlias = typing.Literal["reason"]
     _WhichOneofArgType__reason: typing_extensions.TypeAlias = typing.Literal["_reason", b"_reason"]

@@ -14,7 +14,7 @@ from ganger_master.core.array_model import StopRule
 from ganger_master.core.gang_model import ObservedPhase, Outcome, StoredOrder
 from ganger_master.core.job_model import Capabilities, Checkpoint, JobProgress, SuspendLevel
 from ganger_master.core.job_spec import JobSpec, Update
-from ganger_master.core.node_model import Counters, Reservation
+from ganger_master.core.node_model import Counters, ListChange, Reservation
 from ganger_master.core.plan_changes import CoresCurve, PlanChange, TrialFinding
 
 
@@ -343,7 +343,8 @@ class ReserveNodes(Struct, frozen=True, gc=False):
 
 
 class UpdateReservation(Struct, frozen=True, gc=False):
-    """Change a reservation that is not over. None: as it is. `start` without `duration_s` leaves its duration."""
+    """Change a reservation that is not over. None: as it is. `start` without `duration_s` leaves its duration. No
+    `users`: maintenance."""
 
     name: str
     nodes: tuple[str, ...] | None = None
@@ -353,6 +354,8 @@ class UpdateReservation(Struct, frozen=True, gc=False):
     reason: str | None = None
     lead_s: float | None = None
     user: str = ""
+    nodes_change: ListChange = ListChange.REPLACE
+    users_change: ListChange = ListChange.REPLACE
 
 
 class DeleteReservation(Struct, frozen=True, gc=False):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import TypeAlias
 
 from ganger.cluster.resources import ConfigurationSet
@@ -52,6 +52,14 @@ class Stray(Struct, frozen=True, gc=False, omit_defaults=True):
     def holds_back(self) -> bool:
         """True if its job must not start beside it."""
         return self.quarantined or self.is_ordered
+
+
+class ListChange(IntEnum):
+    """How a list is changed: by another one, by more, or by less. The numbers are those of the wire."""
+
+    REPLACE = 0
+    ADD = 1
+    REMOVE = 2
 
 
 class Reservation(Struct, frozen=True, gc=False, omit_defaults=True):

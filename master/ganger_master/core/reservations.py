@@ -24,7 +24,7 @@ from ganger_master.core import ending
 from ganger_master.core.answers import RefusedError
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.job_spec import Agent, JobSpec
-from ganger_master.core.node_model import Reservation
+from ganger_master.core.node_model import ListChange, Reservation
 from ganger_master.core.tenancy import NAME_LIMIT, is_plain_name
 
 if TYPE_CHECKING:
@@ -99,19 +99,36 @@ def named(state: State, name: str) -> Reservation:
 
 
 def updated(known: Reservation, update: UpdateReservation) -> Reservation:
-    """Return a reservation with what an update changes. A later start leaves its duration, unless that is named."""
+    """Return a reservation with what an update changes. A later start leaves its duration, unless that is named. Raises
+    RefusedError for one that would lose all its users, and so become maintenance."""
     start = known.start if update.start is None else update.start
     length_s = known.end - known.start if update.duration_s is None else update.duration_s
     is_same_time = update.start is None and update.duration_s is None
+    users = _changed(known.users, update.users, update.users_change)
+    if update.users_change is ListChange.REMOVE and known.users and not users:
+        text = f"users: {known.name!r} would have none left; make it maintenance, or delete it"
+        raise RefusedError("RESERVATION_INVALID", text, violations=(("users", "none would be left"),))
     return replace(
         known,
-        nodes=known.nodes if update.nodes is None else update.nodes,
+        nodes=tuple(sorted(_changed(known.nodes, update.nodes, update.nodes_change))),
         start=start,
         end=known.end if is_same_time else start + length_s,
-        users=known.users if update.users is None else update.users,
+        users=users,
         reason=known.reason if update.reason is None else update.reason,
         lead_s=known.lead_s if update.lead_s is None else update.lead_s,
     )
+
+
+def _changed(known: tuple[str, ...], named: tuple[str, ...] | None, change: ListChange) -> tuple[str, ...]:
+    if named is None:
+        return known
+    match change:
+        case ListChange.ADD:
+            return tuple(dict.fromkeys((*known, *named)))
+        case ListChange.REMOVE:
+            return tuple([one for one in known if one not in set(named)])
+        case _:
+            return named
 
 
 def check(state: State, reservation: Reservation, now: float, before: Reservation | None = None) -> None:

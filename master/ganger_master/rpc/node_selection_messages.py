@@ -14,7 +14,7 @@ from ganger.wire import errors, times
 from ganger_master.core.commands import UpdateReservation
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
-from ganger_master.core.node_model import Reservation
+from ganger_master.core.node_model import ListChange, Reservation
 from ganger_master.core.reservations import ReservationPhase, phase_of
 from ganger_master.core.state import State
 
@@ -109,15 +109,27 @@ def reservation_from_wire(message: node_pb2.Reservation) -> Reservation:
 
 def reservation_update_from_wire(message: node_pb2.UpdateReservationRequest) -> UpdateReservation:
     """Return the update, which is not yet judged. Raises RequestInvalid."""
+    users = _users(message.users)
+    if message.maintenance and users:
+        raise errors.RequestInvalid("users: a reservation for maintenance has none")
     return UpdateReservation(
         message.name,
         _nodes(message.nodes) or None,
         times.unix_s(message.start_time) if message.HasField("start_time") else None,
         times.seconds(message.duration) if message.HasField("duration") else None,
-        _users(message.users) or None,
+        users if users or message.maintenance else None,
         message.reason if message.HasField("reason") else None,
         times.seconds(message.lead) if message.HasField("lead") else None,
+        nodes_change=_list_change(message.nodes_change),
+        users_change=_list_change(message.users_change),
     )
+
+
+def _list_change(change: int) -> ListChange:
+    try:
+        return ListChange(change)
+    except ValueError:
+        raise errors.RequestInvalid(f"change {change} of a list is unknown here: the sender is newer") from None
 
 
 def _nodes(ranges: str) -> tuple[str, ...]:
