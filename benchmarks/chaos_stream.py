@@ -173,7 +173,7 @@ class JobStream:
                 continue
             errors = answer.with_suffix(".errors").read_text()[-500:]
             # Its job scheduler may have been killed before it had received the job.
-            is_victim = "scheduler: ended with code -9" in errors
+            is_victim = "was killed by SIGKILL while it was loaded" in errors
             if code not in (-signal.SIGKILL, ExitCode.UNREACHABLE) and not is_victim:
                 self.pending.remove(job)
                 self.findings.append(f"`ganger submit` of {job.label} ended with {code}: {errors}")

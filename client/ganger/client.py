@@ -51,7 +51,7 @@ class Client(MasterConnection):
         """Submits a ready-made spec. Give the same `request_id` (a UUID) to repeat a submission safely.
 
         A scheduler of the user's own (`spec.scheduler`) is started as a process that outlives this one; see
-        `Job.scheduler_log`. Raises SpecInvalid if it cannot be loaded."""
+        `Job.scheduler_log`. Raises SpecInvalid if it cannot be loaded, SchedulerFailed if its process ends."""
         request = api.CreateJobRequest(spec=spec, request_id=request_id or _fresh_id())
         _check_size(request)
         began_s = time.time()
@@ -73,15 +73,25 @@ class Client(MasterConnection):
         _check_size(message)
         return self._submitted(self._jobs.CreateArray, message)
 
-    def validate(self, submission: job_pb2.JobSpec | api.CreateArrayRequest) -> job_pb2.Job:
-        """Return the job, or each member of the array, as it would be accepted; nothing is. Raises as a submission."""
+    def validate(
+        self, submission: job_pb2.JobSpec | api.CreateArrayRequest, *, request_id: str | None = None
+    ) -> job_pb2.Job:
+        """Return the job, or each member of the array, as it would be accepted; nothing is. It has the name of the job
+        or array that was submitted with the `request_id` before, else none. Raises as a submission."""
+        request = api.ValidateSubmissionRequest()
         if isinstance(submission, job_pb2.JobSpec):
-            request = api.ValidateSubmissionRequest(job=api.CreateJobRequest(spec=submission))
-            _check_size(request.job)
+            request.job.spec.CopyFrom(submission)
         else:
-            request = api.ValidateSubmissionRequest(array=submission)
-            _check_size(request.array)
-        return self._call(self._jobs.ValidateSubmission, request)
+            request.array.CopyFrom(submission)
+        part = request.job if request.HasField("job") else request.array
+        part.request_id = request_id or part.request_id
+        _check_size(part)
+        if not part.spec.scheduler:
+            return self._call(self._jobs.ValidateSubmission, request)
+        from ganger.scheduling.cli import DetachedScheduler
+
+        with DetachedScheduler(part.spec.scheduler, self._master):
+            return self._call(self._jobs.ValidateSubmission, request)
 
     def get_array(self, array: str | int) -> array_pb2.Array:
         """Return an array by 7, "7" or "arrays/7". Raises ArrayNotFound."""

@@ -136,6 +136,15 @@ def test_a_dry_run_submits_nothing(call: Call, master: CannedMaster, capsys: Out
     assert {type(request) for request in master.requests} == {job_service_pb2.ValidateSubmissionRequest}
 
 
+def test_a_dry_run_names_the_job_that_its_request_id_was_used_for(call: Call, capsys: Output) -> None:
+    words = ("submit", "--request-id", "once", "--dry-run", "--", "x")
+    assert call(*words) == 0
+    assert capsys.readouterr().err == ""
+    assert call(*(word for word in words if word != "--dry-run")) == 0
+    assert call(*words) == 0
+    assert capsys.readouterr().err == "note: --request-id once was used for jobs/1: no other is submitted\n"
+
+
 def test_a_dry_run_of_an_array_shows_its_members(call: Call, capsys: Output) -> None:
     assert call("submit", "--dry-run", "--array", "lr=1,2,3,4%2", "--stop", "median,first=9", "--", "x") == 0
     text = " ".join(capsys.readouterr().out.split())

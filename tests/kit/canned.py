@@ -113,7 +113,9 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
             for one in self.partitions.partitions:
                 if one.name == spec.partition and one.HasField("time_limit"):
                     spec.time_limit.CopyFrom(one.time_limit)
-        return job_pb2.Job(spec=spec)
+        made = [one for one in self.requests if isinstance(one, job_service_pb2.CreateJobRequest)]
+        is_known = bool(request.job.request_id) and request.job.request_id in [one.request_id for one in made]
+        return job_pb2.Job(spec=spec, name="jobs/1" if is_known else "")
 
     async def CreateArray(self, request: Any, context: Any) -> array_pb2.Array:
         self._taken(request)

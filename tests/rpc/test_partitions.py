@@ -77,6 +77,14 @@ def test_a_submission_is_validated_by_the_rules_of_a_real_one_and_nothing_is_acc
                     await served.jobs.ValidateSubmission(request)
                 assert from_rpc_error(refused.value).reason == reason
             assert served.master.writer.state.jobs == {}
+            repeated = job_service_pb2.CreateJobRequest(spec=spec_of(1), request_id="once")
+            assert (await served.jobs.ValidateSubmission(dry_run(job=repeated))).name == ""
+            first = await served.jobs.CreateJob(repeated)
+            assert (await served.jobs.ValidateSubmission(dry_run(job=repeated))).name == first.name
+            repeated.spec.priority = 7
+            with pytest.raises(grpc.RpcError) as refused:
+                await served.jobs.ValidateSubmission(dry_run(job=repeated))
+            assert from_rpc_error(refused.value).reason == "REQUEST_REUSED"
 
     asyncio.run(story())
 

@@ -133,25 +133,30 @@ def test_killed_while_its_job_waits_it_is_replaced_by_the_default(cluster: Clust
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "why"),
+    ("scheduler", "code", "why"),
     [
-        ("nowhere:Class", "No module named 'nowhere'"),
-        ("schedulers:Missing", "has no attribute 'Missing'"),
-        ("schedulers:PlacementLease", "does not derive from ganger.scheduling.JobScheduler"),
-        ("broken:Any", "RuntimeError: wrong on line 2, in"),
-        ("schedulers", "'schedulers' is not module:Class"),
+        ("nowhere:Class", 2, "No module named 'nowhere'"),
+        ("schedulers:Missing", 2, "has no attribute 'Missing'"),
+        ("schedulers:PlacementLease", 2, "does not derive from ganger.scheduling.JobScheduler"),
+        ("broken:Any", 2, "RuntimeError: wrong on line 2, in"),
+        ("schedulers", 2, "'schedulers' is not module:Class"),
+        ("killed:Any", 4, "killed:Any was killed by SIGKILL while it was loaded; the last that it printed: out of"),
+        ("leaving:Any", 4, "the scheduler leaving:Any ended with code 3 while it was loaded"),
     ],
 )
 def test_one_that_cannot_be_loaded_stops_the_submission(
-    cluster: Cluster, tmp_path: Path, scheduler: str, why: str
+    cluster: Cluster, tmp_path: Path, scheduler: str, code: int, why: str
 ) -> None:
     before = cluster.run("queue", "--all", "--json").stdout.count('"name": "jobs/')
     (tmp_path / "broken.py").write_text("# the user's own mistake\nraise RuntimeError('wrong on line 2')\n")
+    (tmp_path / "killed.py").write_text("import os\nos.write(2, b'out of memory\\n')\nos.kill(os.getpid(), 9)\n")
+    (tmp_path / "leaving.py").write_text("raise SystemExit(3)\n")
     (tmp_path / "schedulers.py").symlink_to(HERE / "schedulers.py")
-    done = cluster.run("submit", "--scheduler", scheduler, "--", "true", cwd=tmp_path, ok=False)
-    assert done.returncode == 2
-    assert why in done.stderr
-    assert "Traceback" not in done.stderr
+    for options in ((), ("--dry-run",)):
+        done = cluster.run("submit", "--scheduler", scheduler, *options, "--", "true", cwd=tmp_path, ok=False)
+        assert done.returncode == code
+        assert why in done.stderr
+        assert "Traceback" not in done.stderr
     assert cluster.run("queue", "--all", "--json").stdout.count('"name": "jobs/') == before
     assert not list(Path(cluster.environment["XDG_STATE_HOME"]).rglob("starting-*"))
 

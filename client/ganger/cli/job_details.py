@@ -310,12 +310,15 @@ def plot(curve: CoresCurve) -> list[str]:
 _MEMBERS_SHOWN = 3
 
 
-def print_dry_run(found: JobSpec | CreateArrayRequest, as_json: bool) -> None:
+_UNCHECKED: Final = "only the description is checked, as"
+
+
+def print_dry_run(found: JobSpec | CreateArrayRequest, request_id: str | None, as_json: bool) -> None:
     """Print a job or an array in place of submitting it; where a master answers, with the partition and the time limit
     that it would get. Raises ApiError where the submission would be refused."""
     spec = found if isinstance(found, JobSpec) else found.spec
-    if unchecked := _settle(found, spec):
-        print(f"note: only the description is checked, as {unchecked}", file=sys.stderr)
+    if note := _settle(found, spec, request_id):
+        print(f"note: {note}", file=sys.stderr)
     if as_json:
         print_json(found)
         return
@@ -382,23 +385,23 @@ def _time(message: object, field: str) -> str:
     return format_duration(times.seconds(getattr(message, field))) if is_set else ""
 
 
-def _settle(found: JobSpec | CreateArrayRequest, spec: JobSpec) -> str:
+def _settle(found: JobSpec | CreateArrayRequest, spec: JobSpec, request_id: str | None) -> str:
     """Have the master judge the submission, and put the partition and the time limit that the job would get into its
-    spec. Return why that was not possible; empty if it was. Raises ApiError if the submission would be refused."""
+    spec. Return what its author has to know. Raises ApiError if the submission would be refused."""
     from ganger.cli.options import open_client
     from ganger.wire.endpoints import EndpointError
     from ganger.wire.errors import ApiError, DeadlineExceeded, NotReady, Unreachable
 
     with ExitStack() as stack:
         try:
-            job = stack.enter_context(open_client()).validate(found)
+            job = stack.enter_context(open_client()).validate(found, request_id=request_id)
         except (EndpointError, Unreachable, DeadlineExceeded, NotReady):
-            return "no master answers"
+            return f"{_UNCHECKED} no master answers"
         except ApiError as error:
             if error.code is StatusCode.UNIMPLEMENTED:
-                return "the master is of an older version"
+                return f"{_UNCHECKED} the master is of an older version"
             raise
     spec.partition = job.spec.partition
     if job.spec.HasField("time_limit"):
         spec.time_limit.CopyFrom(job.spec.time_limit)
-    return ""
+    return f"--request-id {request_id} was used for {job.name}: no other is submitted" if job.name else ""

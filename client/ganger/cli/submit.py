@@ -212,7 +212,7 @@ def _notes(description: dict[str, Any], spec: JobSpec) -> Iterator[str]:
 
 def _submit_job(spec: JobSpec, request_id: str | None, follow: bool, dry_run: bool, as_json: bool) -> int:
     if dry_run:
-        return _dry_run(spec, as_json)
+        return _dry_run(spec, request_id, as_json)
     with open_client() as client:
         job = client.submit_spec(spec, request_id=request_id)
         if as_json:
@@ -233,16 +233,16 @@ def _submit_job(spec: JobSpec, request_id: str | None, follow: bool, dry_run: bo
     return 0
 
 
-def _dry_run(found: JobSpec | CreateArrayRequest, as_json: bool) -> int:
+def _dry_run(found: JobSpec | CreateArrayRequest, request_id: str | None, as_json: bool) -> int:
     from ganger.cli.job_details import print_dry_run
 
-    print_dry_run(found, as_json)
+    print_dry_run(found, request_id, as_json)
     return 0
 
 
 def _submit_array(request: CreateArrayRequest, request_id: str | None, dry_run: bool, as_json: bool) -> int:
     if dry_run:
-        return _dry_run(request, as_json)
+        return _dry_run(request, request_id, as_json)
     with open_client() as client:
         array = client.submit_array(request, request_id=request_id)
     if as_json:

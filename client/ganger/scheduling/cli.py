@@ -1,14 +1,15 @@
 """Job schedulers of a user's own: `ganger scheduler` runs them, and a submission starts one beside itself.
 
 Beside a submission the process is started first and receives its job once there is one. By then it has imported the
-user's code, and can claim the job before the few leases that the master keeps for it expire. Code that cannot be loaded
-stops the submission."""
+user's code, and can claim the job before the few leases that the master keeps for it expire. Code that cannot be
+loaded, and a process that ends meanwhile, stop the submission."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -17,24 +18,29 @@ from pathlib import Path
 
 import click
 
+from ganger.text import visible
 from ganger.wire.endpoints import TLS_VARIABLE, TOKEN_VARIABLE, Endpoint, default_state_directory
-from ganger.wire.errors import SpecInvalid, Violation
+from ganger.wire.errors import ApiError, SchedulerFailed, SpecInvalid, Violation
 
 READY = b"ready\n"
 # A module that imports PyTorch from a cold disk takes its time; one that waits for input never comes.
 _LOAD_S = 120.0
 # How our command line begins what it says; the user's code may print anything around it.
 _SAYS = "ganger: "
+# So much of the last line that the user's code printed is shown.
+_SHOWN = 300
 
 
 class DetachedScheduler:
     """`with DetachedScheduler("module:Class", master) as scheduler: ...; log = scheduler.serve("jobs/7", uid)`.
 
     Entered, the class is loaded, in a process and a session of its own, in the present directory. Left without `serve`,
-    the process ends. Raises SpecInvalid with the reason if the class cannot be loaded.
+    the process ends. Raises SpecInvalid with the reason if the class cannot be loaded, and SchedulerFailed if the
+    process was killed, ended by itself or hung.
     """
 
     def __init__(self, name: str, master: str | Endpoint | None) -> None:
+        self._name = name
         self._arguments = [sys.executable, "-m", "ganger.cli.main", "scheduler", "run", name, "--job-from-stdin"]
         self._environment = dict(os.environ)
         if isinstance(master, Endpoint):
@@ -89,15 +95,21 @@ class DetachedScheduler:
     def _wait_loaded(self) -> None:
         ready, _, _ = select.select([self._output], [], [], _LOAD_S)
         if not ready:
-            self._refuse(f"did not load within {_LOAD_S:g} s")
-        if self._output.readline() != READY:
-            self._process.wait()
-            said = [line for line in self._log.read_text(errors="replace").splitlines() if line.startswith(_SAYS)]
-            told = said[-1].removeprefix(_SAYS) if said else f"ended with code {self._process.returncode}"
-            self._refuse(told.removeprefix("scheduler "))
+            raise self._failed(f"did not load within {_LOAD_S:g} s")
+        if self._output.readline() == READY:
+            return
+        code = self._process.wait()
+        lines = self._log.read_text(errors="replace").splitlines()
+        said = [line for line in lines if line.startswith(_SAYS)]
+        if code == click.UsageError.exit_code and said:
+            why = said[-1].removeprefix(_SAYS).removeprefix("scheduler ")
+            raise SpecInvalid("the job cannot be submitted as described", violations=[Violation("scheduler", why)])
+        ended = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with code {code}"
+        last = f"; the last that it printed: {visible(lines[-1])[:_SHOWN]}" if lines else ""
+        raise self._failed(f"{ended} while it was loaded{last}")
 
-    def _refuse(self, why: str) -> None:
-        raise SpecInvalid("the job cannot be submitted as described", violations=[Violation("scheduler", why)])
+    def _failed(self, why: str) -> ApiError:
+        return SchedulerFailed(f"nothing is submitted: the scheduler {self._name} {why}", scheduler=self._name)
 
     def _end(self) -> None:
         self._process.kill()
@@ -105,6 +117,13 @@ class DetachedScheduler:
         self._input.close()
         self._output.close()
         self._log.unlink(missing_ok=True)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 @click.group()

@@ -162,7 +162,8 @@ class JobServiceServicer(object):
 
     def ValidateSubmission(self, request, context):
         """Judges a submission as CreateJob or CreateArray does, and accepts nothing. Returns the job, or each member of the array,
-        as it would be, without a name. A method of its own: a master that knows no such request must not accept a job.
+        as it would be, without a name. With a request_id that was used for the same submission before: with the name of that
+        job or array. A method of its own: a master that knows no such request must not accept a job.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

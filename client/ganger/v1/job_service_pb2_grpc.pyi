@@ -50,7 +50,8 @@ class JobServiceStub:
     """
     ValidateSubmission: grpc.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.ValidateSubmissionRequest, ganger.v1.job_pb2.Job]
     """Judges a submission as CreateJob or CreateArray does, and accepts nothing. Returns the job, or each member of the array,
-    as it would be, without a name. A method of its own: a master that knows no such request must not accept a job.
+    as it would be, without a name. With a request_id that was used for the same submission before: with the name of that
+    job or array. A method of its own: a master that knows no such request must not accept a job.
     """
     GetJob: grpc.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.GetJobRequest, ganger.v1.job_pb2.Job]
     """Errors: NOT_FOUND/JOB_NOT_FOUND, INVALID_ARGUMENT/NAME_INVALID."""
@@ -134,7 +135,8 @@ class JobServiceAsyncStub(JobServiceStub):
     """
     ValidateSubmission: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.ValidateSubmissionRequest, ganger.v1.job_pb2.Job]  # type: ignore[assignment]
     """Judges a submission as CreateJob or CreateArray does, and accepts nothing. Returns the job, or each member of the array,
-    as it would be, without a name. A method of its own: a master that knows no such request must not accept a job.
+    as it would be, without a name. With a request_id that was used for the same submission before: with the name of that
+    job or array. A method of its own: a master that knows no such request must not accept a job.
     """
     GetJob: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.GetJobRequest, ganger.v1.job_pb2.Job]  # type: ignore[assignment]
     """Errors: NOT_FOUND/JOB_NOT_FOUND, INVALID_ARGUMENT/NAME_INVALID."""
@@ -227,7 +229,8 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[ganger.v1.job_pb2.Job, collections.abc.Awaitable[ganger.v1.job_pb2.Job]]:
         """Judges a submission as CreateJob or CreateArray does, and accepts nothing. Returns the job, or each member of the array,
-        as it would be, without a name. A method of its own: a master that knows no such request must not accept a job.
+        as it would be, without a name. With a request_id that was used for the same submission before: with the name of that
+        job or array. A method of its own: a master that knows no such request must not accept a job.
         """
 
     @abc.abstractmethod

@@ -141,6 +141,8 @@ CheckpointNotFetched = _error("CheckpointNotFetched", _Code.UNAVAILABLE)
 Internal = _error("Internal", _Code.INTERNAL)
 # No server answers at the address. Made by the client; never sent.
 Unreachable = _error("Unreachable", _Code.UNAVAILABLE)
+# The program of a job's own scheduler ended or hung before it had its job. Made by the client; never sent.
+SchedulerFailed = _error("SchedulerFailed", _Code.FAILED_PRECONDITION)
 # No answer within the deadline. Made on the client's side, or by a server that waited in vain.
 DeadlineExceeded = _error("DeadlineExceeded", _Code.DEADLINE_EXCEEDED)
 

@@ -76,11 +76,15 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         else:
             command = _submission(request.job, caller)
         async with self._limits.change(caller, max(1, len(request.array.members))):
-            expect(self._writer.judge(command), ArrayAnswer if request.HasField("array") else JobAnswer)
+            kind: type[ArrayAnswer | JobAnswer] = ArrayAnswer if request.HasField("array") else JobAnswer
+            number = expect(self._writer.judge(command), kind).number
+        # A number that was given before is that of a submission with the same request id.
+        is_known = number < self._writer.state.counters.next_job
         terms = self._writer.state.partitions.terms_of(command.spec.partition)
         job = JobRecord(0, "", caller.name, command.spec, self._writer.now(), partition=terms)
         message = job_messages.job_to_wire(job, None, None)
-        message.ClearField("name")
+        named = names.array_name if request.HasField("array") else names.job_name
+        message.name = named(number) if is_known else ""
         return message
 
     async def CreateArray(self, request: job_service_pb2.CreateArrayRequest, context: Any) -> array_pb2.Array:
