@@ -32,8 +32,9 @@ _PUBLISH_S = 60.0
 class Client(MasterConnection):
     """Talks to one master: `master` is an address or a directory holding endpoint.json (default: $GANGER_MASTER, else
     the cluster of `ganger up`). On another machine it asks for a certificate: $GANGER_TLS names the directory, or
-    `Endpoint(address, tls=directory)`. Of several masters, "HOST:PORT,HOST:PORT", it talks to the one that leads.
-    `patience_s` is how long streams try to find a master that went away.
+    `Endpoint(address, tls=directory)`; or for an access token in that directory or $GANGER_TOKEN. Of several masters,
+    "HOST:PORT,HOST:PORT", it talks to the one that leads. `patience_s` is how long streams try to find a master that
+    went away.
     Thread-safe. Raises EndpointError if no master can be named."""
 
     def submit(
@@ -288,6 +289,21 @@ class Client(MasterConnection):
     def list_partitions(self) -> list[node_pb2.Partition]:
         """Return the partitions in the order of the master's settings; none of a cluster without."""
         return list(self._call(self._nodes.ListPartitions, node_pb2.ListPartitionsRequest()).partitions)
+
+    def create_token(self, user: str, lifetime_s: float) -> node_pb2.Token:
+        """Make an access token of a user, which ends after so many seconds. Its text is in this answer only."""
+        request = node_pb2.CreateTokenRequest(user=user, lifetime=times.duration(lifetime_s))
+        return self._call(self._nodes.CreateToken, request)
+
+    def list_tokens(self) -> list[node_pb2.Token]:
+        """Return the access tokens by their end, those too that have ended lately."""
+        pages = self._pages(self._nodes.ListTokens, node_pb2.ListTokensRequest())
+        found = [token for page in pages for token in page.tokens]
+        return sorted(found, key=lambda token: (token.expire_time.seconds, token.name))
+
+    def revoke_token(self, name: str) -> node_pb2.Token:
+        """Refuse a token from now on. Raises TokenNotFound."""
+        return self._call(self._nodes.RevokeToken, node_pb2.RevokeTokenRequest(name=name))
 
     def create_reservation(self, reservation: node_pb2.Reservation) -> node_pb2.Reservation:
         """Keep nodes for users or for maintenance, for a time; return the reservation as the master has it."""

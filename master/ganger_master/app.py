@@ -154,6 +154,8 @@ class Master:
         self.address = ""
         # Where the token opens the door: the same, or with certificates one of its own, for this machine.
         self.local_address = ""
+        # Where access tokens of people open the door, if they do.
+        self.token_address = ""
         # Where metrics are served, if they are.
         self.metrics_url = ""
         self.token = ""
@@ -310,11 +312,13 @@ class Master:
             tls=config.tls,
             authority=config.authority,
             checkpoints_kept_s=config.checkpoints_kept_s,
+            listen_tokens=config.listen_tokens,
             has_stand_bys=self.has_stand_bys,
             revocations=None if config.tls is None else Revocations.beside(config.tls),
             more_handlers=self._more_handlers,
         )
         self.address, self.local_address = self._server.address, self._server.local_address
+        self.token_address = self._server.token_address
         await self._server.start()
 
     def _serve_metrics(self, listen: str) -> MetricsServer:
@@ -463,6 +467,8 @@ async def run(config: Config, say: Callable[[str], None]) -> bool:
                 leading.result()
                 program_setup.settle()
                 say(f"ganger master ready at {master.address}")
+                if master.token_address:
+                    say(f"access tokens are taken at {master.token_address}")
                 if master.metrics_url:
                     say(f"metrics at {master.metrics_url}")
                 await asyncio.wait({asked, failed}, return_when=asyncio.FIRST_COMPLETED)

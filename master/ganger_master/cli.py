@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 @click.group(invoke_without_command=True)
 @click.option("--state-dir", type=Directory(), help="Directory of this master; made if missing.")
 @click.option("--listen", metavar="ADDRESS", help="unix:/PATH or HOST:PORT; default: loopback, a free port.")
+@click.option("--listen-tokens", metavar="HOST:PORT", help="Take access tokens of people (`ganger tokens`) there.")
 @click.option("--tls", type=Directory(), help="Certificate of this master (`ganger certs`): needed beyond loopback.")
 @click.option("--authority", type=Directory(), help="Authority (`ganger certs`) to renew daemons' certificates with.")
 @click.option("--metrics", metavar="HOST:PORT", help="Serve metrics for Prometheus there; default: nowhere.")

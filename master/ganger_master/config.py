@@ -66,6 +66,8 @@ class Config:
     listen: str = "127.0.0.1:0"
     # Directory of the master's certificate; with one it may listen anywhere.
     tls: Path | None = None
+    # HOST:PORT at which people call with access tokens (`ganger tokens`), over TLS. Empty: nowhere.
+    listen_tokens: str = ""
     # Directory of the authority (`ganger certs init`): daemons get new certificates from this master before theirs end.
     authority: Path | None = None
     # HOST:PORT that Prometheus scrapes; beyond loopback only with a certificate. Empty: no endpoint.
@@ -189,6 +191,8 @@ def _parse_one(name: str, value: object, has_certificates: bool) -> object:
     """Return the value of one setting. Raises ValueError, whose text begins with the setting's name."""
     if name == "listen":
         return _listen_address_of(value, has_certificates)
+    if name == "listen_tokens":
+        return _token_address_of(value, has_certificates)
     if name == "metrics":
         return _metrics_of(value, has_certificates)
     parse = _PARSERS.get(name)
@@ -222,6 +226,17 @@ def _listen_address_of(value: object, has_certificates: bool) -> str:
     if listen.startswith("unix:") and not listen.startswith("unix:/"):
         raise ValueError(f"listen {listen!r}: the path of a Unix socket must be absolute")
     return listen
+
+
+def _token_address_of(value: object, has_certificates: bool) -> str:
+    address = str(value)
+    try:
+        check_address(address)
+    except EndpointError as error:
+        raise ValueError(f"listen_tokens: {error}") from None
+    if address.startswith("unix:") or not has_certificates:
+        raise ValueError(f"listen_tokens {address!r}: tokens are taken over TLS only: give HOST:PORT, and --tls")
+    return address
 
 
 def _count_of(name: str, value: object) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -11,11 +12,13 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 from ganger.console import ExitCode
-from ganger.wire import certificate_authority
+from ganger.v1 import node_pb2
+from ganger.wire import certificate_authority, times
 from ganger.wire.certificate_authority import revoke, serial_in
 from ganger.wire.methods import CallerIdentity, CallerRole
 from ganger.wire.revocation import REVOKED, Revocations
 from ganger.wire.tls import check_directory
+from kit.canned import Call, CannedMaster
 from kit.shell import Done, Shell
 
 
@@ -188,3 +191,49 @@ def test_a_list_is_written_only_beside_a_certificate(authority: str, tmp_path: P
 def test_an_authority_without_certificates_says_so(authority: str) -> None:
     done = certs("list", authority)
     assert (done.code, done.err) == (ExitCode.OK, f"no certificate is on record in {authority}\n")
+
+
+def test_a_token_is_printed_once_and_alone_or_written_into_a_directory(
+    call: Call, master: CannedMaster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    master.cluster.token_address = "m.lab:7071"
+    assert call("tokens", "create", "ann", "--expires", "30d") == 0
+    said = capsys.readouterr()
+    assert said.out == "ann.0a.secret\n"
+    assert "GANGER_MASTER=m.lab:7071" in said.err
+    assert "secret" not in said.err
+    request = next(one for one in master.requests if isinstance(one, node_pb2.CreateTokenRequest))
+    assert (request.user, times.seconds(request.lifetime)) == ("ann", 30 * 86_400.0)
+    out = tmp_path / "out"
+    assert call("tokens", "create", "ann", "--out", str(out)) == 0
+    assert (out / "token").read_text() == "ann.0a.secret\n"
+    assert ((out / "token").stat().st_mode & 0o777, out.stat().st_mode & 0o777) == (0o600, 0o700)
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert f"GANGER_TLS={out}" in said.err
+    count = len(master.requests)
+    assert call("tokens", "create", "ann", "--out", str(out)) == 4
+    assert call("tokens", "create", "ann", "--expires", "soon") == 2
+    assert len(master.requests) == count, "nothing was made that cannot be written"
+
+
+def test_tokens_are_listed_with_their_state_and_revoked(
+    call: Call, master: CannedMaster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now, token = time.time(), node_pb2.Token
+    master.tokens.tokens.extend(
+        [
+            token(name="3", user="ann", expire_time=times.timestamp(now + 3_600.0), creator="olga"),
+            token(name="1", user="bob", expire_time=times.timestamp(now - 3_600.0)),
+            token(name="2", user="c\x1b[2J", expire_time=times.timestamp(now), revoke_time=times.timestamp(now)),
+        ]
+    )
+    assert call("tokens", "list") == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [(row[0], row[1], row[4]) for row in rows[1:]] == [
+        ("1", "bob", "expired"),
+        ("2", r"c\x1b[2J", "revoked"),
+        ("3", "ann", "valid"),
+    ]
+    assert call("tokens", "revoke", "3", "4") == 0
+    assert capsys.readouterr().out == "revoked 3 of ann\nrevoked 4 of ann\n"

@@ -42,8 +42,9 @@ from ganger_daemon.node import accounts, core_table
 from ganger_daemon.node.process_identity import NO_PROCESS
 from ganger_daemon.transfer import state_stream
 from ganger_master import config
+from ganger_master.core.node_model import AccessToken
 from ganger_master.decision_log import recording
-from ganger_master.rpc import agent_messages, answer_messages, job_messages, planner_messages
+from ganger_master.rpc import access, agent_messages, answer_messages, job_messages, planner_messages
 from ganger_master.simulator.traces.reader import read_stream
 from ganger_master.simulator.traces.rows import TraceError
 from google.protobuf.message import DecodeError, Message
@@ -437,7 +438,7 @@ def _shown(data: bytes) -> object:
     return shown
 
 
-# -- certificates ------------------------------------------------------------------------------------------------------
+# -- certificates and access tokens ------------------------------------------------------------------------------------
 
 
 @lru_cache(1)
@@ -454,6 +455,14 @@ def _certificates() -> tuple[bytes, bytes, Any]:
 
 def _lists(data: bytes) -> object:
     return revocation.parse_lists(data, [_certificates()[2]])
+
+
+# Name, text and digest.
+_TOKEN: Final = access.new_token("ann")
+
+
+def _holders() -> access.TokenHolders:
+    return access.TokenHolders({_TOKEN[0]: AccessToken(_TOKEN[0], "ann", _TOKEN[2], 0.0, 1e12)})
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -513,6 +522,7 @@ def decoders() -> list[Decoder]:
         Decoder("stream request", state_stream.parse_request, (state_stream.StreamError,), [stream]),
         Decoder("stream line", state_stream.parse_line, (state_stream.StreamError,), [b'{"size": 3}']),
         Decoder("certificate", revocation.read_certificate, credentials, [_certificates()[0]]),
+        Decoder("access token", _holders().holder_of, (ApiError,), [_TOKEN[1].encode()]),
         Decoder("revoked certificates", _lists, credentials, [_certificates()[1]]),
         Decoder("job on a screen", _shown, (DecodeError,), [job]),
         *_message_decoders(),

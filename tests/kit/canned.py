@@ -46,6 +46,7 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
         self.usage = usage_pb2.Usage()
         self.partitions = node_pb2.ListPartitionsResponse()
         self.reservations = node_pb2.ListReservationsResponse()
+        self.tokens = node_pb2.ListTokensResponse()
         self.requests: list[Any] = []
         self.failing: Exception | None = None
         # What a retune does to the jobs, and a cancel beside ending one.
@@ -120,6 +121,18 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
     async def CreateArray(self, request: Any, context: Any) -> array_pb2.Array:
         self._taken(request)
         return array_pb2.Array(name="arrays/1", size=len(request.members))
+
+    async def CreateToken(self, request: Any, context: Any) -> node_pb2.Token:
+        self._taken(request)
+        return node_pb2.Token(name="0a", user=request.user, text=f"{request.user}.0a.secret")
+
+    async def ListTokens(self, request: Any, context: Any) -> node_pb2.ListTokensResponse:
+        self._taken(request)
+        return self.tokens
+
+    async def RevokeToken(self, request: Any, context: Any) -> node_pb2.Token:
+        self._taken(request)
+        return node_pb2.Token(name=request.name, user="ann")
 
     async def CreateReservation(self, request: Any, context: Any) -> node_pb2.Reservation:
         self._taken(request)

@@ -12,6 +12,8 @@ from ganger.wire.endpoints import Endpoint
 from ganger.wire.methods import CallerRole
 from ganger_master.app import Master
 from ganger_master.config import Config
+from ganger_master.core.commands import CreateToken, RevokeToken
+from ganger_master.rpc.access import new_token
 from kit.certified import Authority
 from rpc.kit import Served
 
@@ -22,6 +24,8 @@ class CertifiedMaster:
     def __init__(self, master: Master, authority: Authority) -> None:
         self.master = master
         self.authority = authority
+        # Texts of access tokens by what they are, once they are made.
+        self.access_tokens: dict[str, str] = {}
         self._channels: list[grpc.aio.Channel] = []
 
     def calls(self, role: CallerRole | str, name: str, authority: Authority | None = None) -> Served:
@@ -32,6 +36,22 @@ class CertifiedMaster:
 
     def with_token(self) -> Served:
         return self._served(Endpoint(self.master.local_address, self.master.token))
+
+    async def make_access_tokens(self, user: str) -> None:
+        """Make tokens of a user: a good one, an expired and a revoked one; beside them the master's own, and none."""
+        self.access_tokens = {"none": "", "of the master": self.master.token}
+        for kind, lasts_s in ((user, 600.0), ("expired", 1e-9), ("revoked", 600.0)):
+            name, self.access_tokens[kind], digest = new_token(user)
+            await self.master.writer.submit(CreateToken(name, digest, user, lasts_s, "olga"))
+        await self.master.writer.submit(RevokeToken(name, "olga"))
+
+    def with_access_token(self, text: str) -> Served:
+        """Return calls over TLS without a certificate; without a text no token comes with them."""
+        endpoint = Endpoint(self.master.token_address, text or "none", str(self.authority.issue("user", "unused")))
+        channel = open_aio_channel(endpoint, (("grpc.enable_retries", 0),))
+        if not text:
+            channel._metadata = ()  # type: ignore[attr-defined]
+        return self.over(channel)
 
     def over(self, channel: grpc.aio.Channel) -> Served:
         self._channels.append(channel)
@@ -54,6 +74,7 @@ async def serving_certified(directory: Path, policy: str = "fifo", **more: int) 
         state_dir=directory / "state",
         listen="127.0.0.1:0",
         tls=authority.issue("master", "m"),
+        listen_tokens="127.0.0.1:0",
         scheduler_host=False,
         policy=policy,
         planner=False,

@@ -164,9 +164,7 @@ def test_a_refusal_names_the_owner_and_the_users_that_may(tmp_path: Path) -> Non
             await certified.calls("user", "bob").jobs.CancelJob(job_service_pb2.CancelJobRequest(name="jobs/1"))
         error = from_rpc_error(refused.value)
         assert error.code is grpc.StatusCode.PERMISSION_DENIED
-        assert error.message == (
-            "jobs/1 is ann's: only that user and operators may do this; this certificate is of user 'bob'"
-        )
+        assert error.message == ("jobs/1 is ann's: only that user and operators may do this; the caller is user 'bob'")
 
     told(tmp_path, story)
 

@@ -254,6 +254,9 @@ WORST: dict[str, Callable[[], list[Any]]] = {
     f"/{_NODES}/ListReservations": lambda: [_N.ListReservationsRequest(), _N.ListReservationsRequest(page_size=1_000)],
     f"/{_NODES}/UpdateReservation": worst_updates_of_reservations,
     f"/{_NODES}/DeleteReservation": lambda: [_N.DeleteReservationRequest(name=_LONG)],
+    f"/{_NODES}/CreateToken": lambda: [_N.CreateTokenRequest(user=_LONG, lifetime=times.duration(60.0))],
+    f"/{_NODES}/ListTokens": lambda: [_N.ListTokensRequest(), _N.ListTokensRequest(page_token=_LONG)],
+    f"/{_NODES}/RevokeToken": lambda: [_N.RevokeTokenRequest(name=_LONG)],
     f"/{_NODES}/GetCluster": lambda: [_N.GetClusterRequest()],
     # A state with its environments, written by a thread of its own.
     f"/{_NODES}/RecordDecisions": lambda: [
@@ -294,7 +297,7 @@ def sent(address: str, token: str, path: str, request: Message | bytes) -> str:
 
 
 async def with_jobs(served: Served) -> None:
-    """A node, 4 jobs, an array of 1,000 and single jobs up to 10,000: what lists have to look through."""
+    """A node, 4 jobs, an array of 1,000, single jobs up to 10,000, as many tokens: what lists have to look through."""
     await Speaker(served, "n1").join()
     for number in range(4):
         await served.submit(spec_of(name=f"job {number}", environment={"A": "x" * 100_000, "B": "x" * 100_000}))
@@ -307,6 +310,8 @@ async def with_jobs(served: Served) -> None:
             commands.SubmitJob(long if n % 50 == 0 else short, f"uid-{n}", "ann") for n in range(start, start + 500)
         ]
         await served.master.writer.submit_all(many_jobs)
+    tokens = [commands.CreateToken(f"{n:016x}", "0" * 64, "ann", 600.0, "olga") for n in range(10_000)]
+    await served.master.writer.submit_all(tokens)
 
 
 def test_no_request_holds_the_master_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,10 +27,10 @@ from rpc.certified import CertifiedMaster, serving_certified
 from rpc.kit import Speaker, spec_of
 
 # "+": answered, or refused for another reason than the caller. "R": not for this role. "J": not its job. "N": not its
-# node. "T": not the token. "V": revoked. "-": no connection.
+# node. "T": not the token. "V": revoked. "X", "W": the access token has ended, is revoked. "-": no connection.
 LETTERS = {
     "ROLE_NOT_PERMITTED": "R", "JOB_NOT_YOURS": "J", "NODE_NOT_YOURS": "N", "TOKEN_INVALID": "T",
-    "CERTIFICATE_REVOKED": "V", "UNREACHABLE": "-",
+    "CERTIFICATE_REVOKED": "V", "UNREACHABLE": "-", "TOKEN_EXPIRED": "X", "TOKEN_REVOKED": "W",
 }  # fmt: skip
 # A call that is held for so long has let the caller in. A refusal may take longer, on a machine that is busy.
 HELD_S = 0.3
@@ -72,6 +72,11 @@ def _without_certificate(certified: CertifiedMaster, _: Path) -> Any:
     return certified.over(open_aio_channel(endpoint, (("grpc.enable_retries", 0),))).channel
 
 
+def _with_access_token(kind: str) -> Caller:
+    """`kind`: of `access_tokens`."""
+    return lambda certified, _: certified.with_access_token(certified.access_tokens[kind]).channel
+
+
 IDENTITIES: dict[str, Caller] = {
     "none": _without_certificate,
     "other authority": _other_authority,
@@ -87,6 +92,11 @@ IDENTITIES: dict[str, Caller] = {
     "scheduler": _certified("scheduler", "s"),
     "planner": _certified("planner", "p"),
     "master": _certified("master", "m"),
+    "no access token": _with_access_token("none"),
+    "token as access token": _with_access_token("of the master"),
+    "access token of ann": _with_access_token("ann"),
+    "expired access token": _with_access_token("expired"),
+    "revoked access token": _with_access_token("revoked"),
 }
 
 DESCRIPTORS = {
@@ -97,62 +107,65 @@ DESCRIPTORS = {
 }
 # Columns as in IDENTITIES.
 TABLE = """
-/ganger.v1.JobService/CreateJob              ---VT++++RRRRR
-/ganger.v1.JobService/ValidateSubmission     ---VT++++RRRRR
-/ganger.v1.JobService/GetJob                 ---VT++++RR++R
-/ganger.v1.JobService/ListJobs               ---VT++++RR++R
-/ganger.v1.JobService/WatchJob               ---VT++++RR++R
-/ganger.v1.JobService/CancelJob              ---VT++J+RRRRR
-/ganger.v1.JobService/UpdateJob              ---VT++J+RRRRR
-/ganger.v1.JobService/SuspendJob             ---VT++J+RRRRR
-/ganger.v1.JobService/ResumeJob              ---VT++J+RRRRR
-/ganger.v1.JobService/MoveJob                ---VT++J+RRRRR
-/ganger.v1.JobService/RetuneJob              ---VT++J+RRRRR
-/ganger.v1.JobService/ResizeJob              ---VT++J+RRRRR
-/ganger.v1.JobService/ReadLog                ---VT++J+RRRRR
-/ganger.v1.JobService/ExplainJob             ---VT++J+RR++R
-/ganger.v1.JobService/ListEvents             ---VT++J+RR++R
-/ganger.v1.JobService/CreateArray            ---VT++++RRRRR
-/ganger.v1.JobService/GetArray               ---VT++++RR++R
-/ganger.v1.JobService/ListArrays             ---VT++++RR++R
-/ganger.v1.JobService/CancelArray            ---VT++J+RRRRR
-/ganger.v1.JobService/UpdateArray            ---VT++J+RRRRR
-/ganger.v1.JobService/GetUsage               ---VT++++RR++R
-/ganger.v1.SchedulingService/GetView         ---VT++++RR++R
-/ganger.v1.SchedulingService/WatchView       ---VT++++RR++R
-/ganger.v1.SchedulingService/WatchLeases     ---VT++J+RR+RR
-/ganger.v1.SchedulingService/WatchTurns      ---VT++J+RR+RR
-/ganger.v1.SchedulingService/RequestGang     ---VT++J+RR+RR
-/ganger.v1.SchedulingService/RequestGangs    ---VT++J+RR+RR
-/ganger.v1.SchedulingService/ReleaseGang     ---VT++J+RR+RR
-/ganger.v1.SchedulingService/ProposePlan     ---VT++++RR++R
-/ganger.v1.SchedulingService/WatchCluster    ---VT+RR+RRR+R
-/ganger.v1.SchedulingService/WatchProgress   ---VT++J+RR++R
-/ganger.v1.NodeService/ListNodes             ---VT++++RR++R
-/ganger.v1.NodeService/GetNode               ---VT++++RR++R
-/ganger.v1.NodeService/DrainNode             ---VT+RR+RRRRR
-/ganger.v1.NodeService/CordonNode            ---VT+RR+RRRRR
-/ganger.v1.NodeService/UncordonNode          ---VT+RR+RRRRR
-/ganger.v1.NodeService/DeclareNodeLost       ---VT+RR+RRRRR
-/ganger.v1.NodeService/RemoveNode            ---VT+RR+RRRRR
-/ganger.v1.NodeService/ListPartitions        ---VT++++RR++R
-/ganger.v1.NodeService/CreateReservation         ---VT+RR+RRRRR
-/ganger.v1.NodeService/ListReservations          ---VT++++RR++R
-/ganger.v1.NodeService/UpdateReservation         ---VT+RR+RRRRR
-/ganger.v1.NodeService/DeleteReservation         ---VT+RR+RRRRR
-/ganger.v1.NodeService/GetCluster            ---VT++++RR++R
-/ganger.v1.NodeService/RecordDecisions       ---VT+RR+RRRRR
-/ganger.v1.NodeService/ListQuarantinedGangs  ---VT+RR+RRRRR
-/ganger.v1.NodeService/EndQuarantinedGang    ---VT+RR+RRRRR
-/ganger.v1.NodeService/AdoptQuarantinedGang  ---VT+RR+RRRRR
-/ganger.v1.NodeService/SettleRestore         ---VT+RR+RRRRR
-/ganger.agent.v1.AgentService/CreateSession  ---VTRRRR+NRRR
-/ganger.agent.v1.AgentService/Reconcile      ---VTRRRR+NRRR
-/ganger.agent.v1.AgentService/ReportProgress ---VTRRRR+NRRR
-/ganger.agent.v1.AgentService/RenewCertificate ---VTRRRR++RRR
-/grpc.health.v1.Health/Check                 ---+++++++++++
-/grpc.health.v1.Health/List                  ---+++++++++++
-/grpc.health.v1.Health/Watch                 ---+++++++++++
+/ganger.v1.JobService/CreateJob                ---VT++++RRRRRTT+XW
+/ganger.v1.JobService/ValidateSubmission       ---VT++++RRRRRTT+XW
+/ganger.v1.JobService/GetJob                   ---VT++++RR++RTT+XW
+/ganger.v1.JobService/ListJobs                 ---VT++++RR++RTT+XW
+/ganger.v1.JobService/WatchJob                 ---VT++++RR++RTT+XW
+/ganger.v1.JobService/CancelJob                ---VT++J+RRRRRTT+XW
+/ganger.v1.JobService/UpdateJob                ---VT++J+RRRRRTT+XW
+/ganger.v1.JobService/SuspendJob               ---VT++J+RRRRRTT+XW
+/ganger.v1.JobService/ResumeJob                ---VT++J+RRRRRTT+XW
+/ganger.v1.JobService/MoveJob                  ---VT++J+RRRRRTT+XW
+/ganger.v1.JobService/RetuneJob                ---VT++J+RRRRRTT+XW
+/ganger.v1.JobService/ResizeJob                ---VT++J+RRRRRTT+XW
+/ganger.v1.JobService/ReadLog                  ---VT++J+RRRRRTT+XW
+/ganger.v1.JobService/ExplainJob               ---VT++J+RR++RTT+XW
+/ganger.v1.JobService/ListEvents               ---VT++J+RR++RTT+XW
+/ganger.v1.JobService/CreateArray              ---VT++++RRRRRTT+XW
+/ganger.v1.JobService/GetArray                 ---VT++++RR++RTT+XW
+/ganger.v1.JobService/ListArrays               ---VT++++RR++RTT+XW
+/ganger.v1.JobService/CancelArray              ---VT++J+RRRRRTT+XW
+/ganger.v1.JobService/UpdateArray              ---VT++J+RRRRRTT+XW
+/ganger.v1.JobService/GetUsage                 ---VT++++RR++RTT+XW
+/ganger.v1.SchedulingService/GetView           ---VT++++RR++RTT+XW
+/ganger.v1.SchedulingService/WatchView         ---VT++++RR++RTT+XW
+/ganger.v1.SchedulingService/WatchLeases       ---VT++J+RR+RRTT+XW
+/ganger.v1.SchedulingService/WatchTurns        ---VT++J+RR+RRTT+XW
+/ganger.v1.SchedulingService/RequestGang       ---VT++J+RR+RRTT+XW
+/ganger.v1.SchedulingService/RequestGangs      ---VT++J+RR+RRTT+XW
+/ganger.v1.SchedulingService/ReleaseGang       ---VT++J+RR+RRTT+XW
+/ganger.v1.SchedulingService/ProposePlan       ---VT++++RR++RTT+XW
+/ganger.v1.SchedulingService/WatchCluster      ---VT+RR+RRR+RTTRXW
+/ganger.v1.SchedulingService/WatchProgress     ---VT++J+RR++RTT+XW
+/ganger.v1.NodeService/ListNodes               ---VT++++RR++RTT+XW
+/ganger.v1.NodeService/GetNode                 ---VT++++RR++RTT+XW
+/ganger.v1.NodeService/DrainNode               ---VT+RR+RRRRRTTRXW
+/ganger.v1.NodeService/CordonNode              ---VT+RR+RRRRRTTRXW
+/ganger.v1.NodeService/UncordonNode            ---VT+RR+RRRRRTTRXW
+/ganger.v1.NodeService/DeclareNodeLost         ---VT+RR+RRRRRTTRXW
+/ganger.v1.NodeService/RemoveNode              ---VT+RR+RRRRRTTRXW
+/ganger.v1.NodeService/ListPartitions          ---VT++++RR++RTT+XW
+/ganger.v1.NodeService/CreateReservation       ---VT+RR+RRRRRTTRXW
+/ganger.v1.NodeService/ListReservations        ---VT++++RR++RTT+XW
+/ganger.v1.NodeService/UpdateReservation       ---VT+RR+RRRRRTTRXW
+/ganger.v1.NodeService/DeleteReservation       ---VT+RR+RRRRRTTRXW
+/ganger.v1.NodeService/GetCluster              ---VT++++RR++RTT+XW
+/ganger.v1.NodeService/RecordDecisions         ---VT+RR+RRRRRTTRXW
+/ganger.v1.NodeService/ListQuarantinedGangs    ---VT+RR+RRRRRTTRXW
+/ganger.v1.NodeService/EndQuarantinedGang      ---VT+RR+RRRRRTTRXW
+/ganger.v1.NodeService/AdoptQuarantinedGang    ---VT+RR+RRRRRTTRXW
+/ganger.v1.NodeService/SettleRestore           ---VT+RR+RRRRRTTRXW
+/ganger.v1.NodeService/CreateToken             ---VT+RR+RRRRRTTRXW
+/ganger.v1.NodeService/ListTokens              ---VT+RR+RRRRRTTRXW
+/ganger.v1.NodeService/RevokeToken             ---VT+RR+RRRRRTTRXW
+/ganger.agent.v1.AgentService/CreateSession    ---VTRRRR+NRRRTTRXW
+/ganger.agent.v1.AgentService/Reconcile        ---VTRRRR+NRRRTTRXW
+/ganger.agent.v1.AgentService/ReportProgress   ---VTRRRR+NRRRTTRXW
+/ganger.agent.v1.AgentService/RenewCertificate ---VTRRRR++RRRTTRXW
+/grpc.health.v1.Health/Check                   ---+++++++++++TT+XW
+/grpc.health.v1.Health/List                    ---+++++++++++TT+XW
+/grpc.health.v1.Health/Watch                   ---+++++++++++TT+XW
 """
 
 
@@ -177,6 +190,7 @@ def test_an_identity_may_call_what_the_table_says(
             members = [array_pb2.ArrayMember(index=index) for index in range(2)]
             array = job_service_pb2.CreateArrayRequest(spec=spec_of(), members=members, request_id="a")
             names["array"] = (await ann.jobs.CreateArray(array)).name
+            await certified.make_access_tokens("ann")
             channel = IDENTITIES[identity](certified, tmp_path)
             wanted = {method: letters[column] for method, letters in expected().items()}
             found = {

@@ -145,7 +145,7 @@ def test_users_have_their_jobs_trained_moved_and_suspended_on_machines_apart(clu
     for refused in (("cancel", moved.id), ("logs", moved.id), ("move", moved.id), ("why", moved.id)):
         done = cluster.try_("bob", *refused)
         assert done.returncode == ExitCode.NOT_PERMITTED, done
-        why = "only that user and operators may do this; this certificate is of user 'bob'"
+        why = "only that user and operators may do this; the caller is user 'bob'"
         assert f"{moved.name} is ann's: {why}" in done.stderr
     done = cluster.try_("bob", "drain", "n0", "-m", "mine")
     assert done.returncode == ExitCode.NOT_PERMITTED

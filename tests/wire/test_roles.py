@@ -77,7 +77,7 @@ def test_what_a_role_never_may(role: CallerRole, method: str) -> None:
 
 
 def test_a_refusal_names_the_permitted_role() -> None:
-    with pytest.raises(RoleNotPermitted, match=r"DrainNode is for operators; this certificate is of user 'ann'") as it:
+    with pytest.raises(RoleNotPermitted, match=r"DrainNode is for operators; the caller is user 'ann'") as it:
         check_call(f"{NODES}/DrainNode", ANN)
     heard = from_status(to_status(it.value))
     assert (heard.reason, heard.metadata) == (

@@ -1,4 +1,5 @@
-"""`ganger certs` and `ganger record`: certificates for a cluster, and recordings of what its master decides."""
+"""`ganger certs`, `ganger tokens`, `ganger record`: certificates and access tokens, recordings of what a master
+decides."""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ import click
 
 from ganger.cli.options import json_option, open_client
 from ganger.console import CommandError, Directory, Within, print_json, print_table
-from ganger.text import counted, format_memory, os_reason, parse_memory
+from ganger.text import counted, format_memory, os_reason, parse_duration, parse_memory
 
 if TYPE_CHECKING:
+    from ganger.v1.node_pb2 import Token
     from ganger.wire.methods import CallerIdentity
 
 _ROLES = ("master", "daemon", "user", "operator", "scheduler", "planner")
@@ -183,6 +185,98 @@ def _certificate(directory: Path, named: str) -> int | CallerIdentity:
         f"no certificate {named!r} is on record: `ganger certs list` shows those that are; for another one name the"
         " directory with its cert.pem"
     )
+
+
+@click.group()
+def tokens() -> None:
+    """Access tokens of people, in place of certificates."""
+
+
+@tokens.command("create")
+@click.argument("user")
+@click.option("--expires", metavar="TIME", default="90d", show_default=True, help="How long it lasts, at most a year.")
+@click.option(
+    "--out", type=Directory(), help="Directory for token and ca.pem, as its holder needs it; made if missing."
+)
+@json_option
+def create_token(user: str, expires: str, out: Path | None, as_json: bool) -> None:
+    """Make a token for USER, and print it, once. Its holder is that user, as with a certificate of the role `user`."""
+    from ganger.wire import times
+    from ganger.wire.endpoints import TOKEN_FILE
+
+    try:
+        lasts_s = parse_duration(expires)
+    except ValueError as error:
+        raise click.UsageError(f"--expires: {error}") from error
+    if out is not None and (out / TOKEN_FILE).exists():
+        raise CommandError(f"there is {out / TOKEN_FILE} already: name another directory, or remove it")
+    with open_client() as client:
+        made = client.create_token(user, lasts_s)
+        address = client.get_cluster().token_address
+    if out is not None:
+        _write_token(out, made, Path(client.endpoint.tls))
+        made.text = ""
+    if as_json:
+        print_json(made)
+    elif out is None:
+        print(made.text)
+    end = times.local_datetime(made.expire_time).strftime("%Y-%m-%d %H:%M")
+    click.echo(f"token {made.name} of {user}, until {end}; it is not shown again", err=True)
+    where = out or "DIR, which has ca.pem and the token in a file `token` (chmod 600)"
+    click.echo(f"used by: GANGER_MASTER={address} GANGER_TLS={where}", err=True)
+
+
+def _write_token(out: Path, token: Token, own: Path) -> None:
+    """Write a token, and the certificate of the authority in the operator's own directory. Raises CommandError."""
+    from ganger.wire.endpoints import TOKEN_FILE
+    from ganger.wire.tls import AUTHORITY
+
+    try:
+        out.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(out / TOKEN_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(f"{token.text}\n")
+        if (own / AUTHORITY).is_file():
+            shutil.copyfile(own / AUTHORITY, out / AUTHORITY)
+        else:
+            click.echo(f"copy ca.pem of the cluster's certificates into {out}", err=True)
+    except OSError as error:
+        remedy = f"`ganger tokens revoke {token.name}`, and make another"
+        raise CommandError(f"cannot write into {out}: {os_reason(error)}; {remedy}") from error
+
+
+@tokens.command("list")
+@json_option
+def list_tokens(as_json: bool) -> None:
+    """List tokens, those too that have ended in the last 30 days."""
+    from ganger.wire import times
+
+    with open_client() as client:
+        found = client.list_tokens()
+    if as_json:
+        print_json(found)
+        return
+    now = datetime.now(UTC).timestamp()
+    rows = [
+        (
+            one.name,
+            one.user,
+            times.local_datetime(one.expire_time).strftime("%Y-%m-%d %H:%M"),
+            "revoked" if one.HasField("revoke_time") else "expired" if times.unix_s(one.expire_time) < now else "valid",
+            one.creator,
+        )
+        for one in found
+    ]
+    print_table(("ID", "USER", "UNTIL", "STATE", "BY"), rows, "there are no tokens")
+
+
+@tokens.command("revoke")
+@click.argument("names", nargs=-1, required=True, metavar="ID...")
+def revoke_tokens(names: tuple[str, ...]) -> None:
+    """Refuse tokens from now on. ID is as `ganger tokens list` shows it."""
+    with open_client() as client:
+        for name in names:
+            print(f"revoked {name} of {client.revoke_token(name).user}")
 
 
 @click.command()

@@ -310,7 +310,7 @@ def plot(curve: CoresCurve) -> list[str]:
 _MEMBERS_SHOWN = 3
 
 
-_UNCHECKED: Final = "only the description is checked, as"
+_UNCHECKED = "only the description is checked, as"
 
 
 def print_dry_run(found: JobSpec | CreateArrayRequest, request_id: str | None, as_json: bool) -> None:

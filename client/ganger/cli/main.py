@@ -52,6 +52,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "support-bundle": ("ganger.cli.diagnosis", "support_bundle", "Write what helps others to help, in one file."),
     "record": ("ganger.cli.administration", "record", "Write down every decision of the master for some time."),
     "certs": ("ganger.cli.administration", "certs", "Make certificates for a cluster of several machines."),
+    "tokens": ("ganger.cli.administration", "tokens", "Access tokens of people, in place of certificates."),
     "demo": ("ganger.cli.checkout", "demo", "Show real jobs being paused, moved and re-pinned, with proof."),
     "bench": ("ganger.cli.checkout", "bench", "Run a benchmark."),
     "completion": ("ganger.cli.main", "completion", "Print the completion script of a shell."),

@@ -290,11 +290,14 @@ def members_of(client: Client, array: str) -> list[Any]:
 
 
 def _own_jobs_of(client: Client) -> str:
-    """Return the user of the certificate, whose jobs --all selects; "" (all users) for operators and on one machine."""
+    """Return the user of the certificate or the access token, whose jobs --all selects; "" (all users) for operators
+    and on one machine."""
     from ganger.wire.tls import identity_in_pem, read_files
 
     if not client.endpoint.tls:
         return ""
+    if client.endpoint.token:
+        return client.endpoint.token.rsplit(".", 2)[0]
     identity = identity_in_pem(read_files(Path(client.endpoint.tls)).certificate)
     return identity.name if identity.has_own_jobs_only else ""
 

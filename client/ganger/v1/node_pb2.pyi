@@ -24,6 +24,130 @@ else:
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
+class Token(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    USER_FIELD_NUMBER: builtins.int
+    CREATE_TIME_FIELD_NUMBER: builtins.int
+    EXPIRE_TIME_FIELD_NUMBER: builtins.int
+    REVOKE_TIME_FIELD_NUMBER: builtins.int
+    CREATOR_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Its public part."""
+    user: builtins.str
+    creator: builtins.str
+    """The operator that made it."""
+    text: builtins.str
+    """What its holder sends as "authorization: Bearer TEXT". Only in the answer of CreateToken."""
+    @property
+    def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
+    @property
+    def expire_time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
+    @property
+    def revoke_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """Unset unless it is revoked."""
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        user: builtins.str = ...,
+        create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        expire_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        revoke_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        creator: builtins.str = ...,
+        text: builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["create_time", b"create_time", "expire_time", b"expire_time", "revoke_time", b"revoke_time"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["create_time", b"create_time", "creator", b"creator", "expire_time", b"expire_time", "name", b"name", "revoke_time", b"revoke_time", "text", b"text", "user", b"user"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Token: typing_extensions.TypeAlias = Token
+
+@typing.final
+class CreateTokenRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    USER_FIELD_NUMBER: builtins.int
+    LIFETIME_FIELD_NUMBER: builtins.int
+    user: builtins.str
+    @property
+    def lifetime(self) -> google.protobuf.duration_pb2.Duration:
+        """At most a year."""
+
+    def __init__(
+        self,
+        *,
+        user: builtins.str = ...,
+        lifetime: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["lifetime", b"lifetime"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["lifetime", b"lifetime", "user", b"user"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___CreateTokenRequest: typing_extensions.TypeAlias = CreateTokenRequest
+
+@typing.final
+class ListTokensRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    page_size: builtins.int
+    """At most 1,000, as zero means, too."""
+    page_token: builtins.str
+    def __init__(
+        self,
+        *,
+        page_size: builtins.int = ...,
+        page_token: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["page_size", b"page_size", "page_token", b"page_token"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ListTokensRequest: typing_extensions.TypeAlias = ListTokensRequest
+
+@typing.final
+class ListTokensResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    next_page_token: builtins.str
+    @property
+    def tokens(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Token]: ...
+    def __init__(
+        self,
+        *,
+        tokens: collections.abc.Iterable[Global___Token] | None = ...,
+        next_page_token: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["next_page_token", b"next_page_token", "tokens", b"tokens"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ListTokensResponse: typing_extensions.TypeAlias = ListTokensResponse
+
+@typing.final
+class RevokeTokenRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["name", b"name"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___RevokeTokenRequest: typing_extensions.TypeAlias = RevokeTokenRequest
+
+@typing.final
 class Reservation(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1149,6 +1273,8 @@ class Cluster(google.protobuf.message.Message):
     EVENT_SEQUENCE_FIELD_NUMBER: builtins.int
     LOAD_MODE_FIELD_NUMBER: builtins.int
     RESTORE_FIELD_NUMBER: builtins.int
+    TOKEN_ADDRESS_FIELD_NUMBER: builtins.int
+    CURRENT_TIME_FIELD_NUMBER: builtins.int
     version: builtins.str
     view_version: builtins.int
     policy: builtins.str
@@ -1166,11 +1292,17 @@ class Cluster(google.protobuf.message.Message):
     """Whether gangs are spread apart, as under light load, or packed to keep holes for large ones. Its changes are events
     of the subject "cluster".
     """
+    token_address: builtins.str
+    """"HOST:PORT" at which tokens of people are taken; empty: nowhere."""
     @property
     def start_time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
     @property
     def restore(self) -> Global___Restore:
         """Set while the master, whose database is an older copy, waits for what nodes run."""
+
+    @property
+    def current_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """By the master's clock, as it answers."""
 
     def __init__(
         self,
@@ -1190,10 +1322,12 @@ class Cluster(google.protobuf.message.Message):
         event_sequence: builtins.int = ...,
         load_mode: ganger.v1.resources_pb2.LoadMode.ValueType = ...,
         restore: Global___Restore | None = ...,
+        token_address: builtins.str = ...,
+        current_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["restore", b"restore", "start_time", b"start_time"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["current_time", b"current_time", "restore", b"restore", "start_time", b"start_time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["devices", b"devices", "devices_held", b"devices_held", "event_sequence", b"event_sequence", "jobs_holding", b"jobs_holding", "jobs_pending", b"jobs_pending", "jobs_suspended", b"jobs_suspended", "load_mode", b"load_mode", "policy", b"policy", "restore", b"restore", "start_time", b"start_time", "storage", b"storage", "verdicts_approved", b"verdicts_approved", "verdicts_rejected", b"verdicts_rejected", "version", b"version", "view_version", b"view_version"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["current_time", b"current_time", "devices", b"devices", "devices_held", b"devices_held", "event_sequence", b"event_sequence", "jobs_holding", b"jobs_holding", "jobs_pending", b"jobs_pending", "jobs_suspended", b"jobs_suspended", "load_mode", b"load_mode", "policy", b"policy", "restore", b"restore", "start_time", b"start_time", "storage", b"storage", "token_address", b"token_address", "verdicts_approved", b"verdicts_approved", "verdicts_rejected", b"verdicts_rejected", "version", b"version", "view_version", b"view_version"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Cluster: typing_extensions.TypeAlias = Cluster

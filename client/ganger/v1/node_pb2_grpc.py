@@ -125,6 +125,21 @@ class NodeServiceStub(object):
                 request_serializer=ganger_dot_v1_dot_node__pb2.SettleRestoreRequest.SerializeToString,
                 response_deserializer=ganger_dot_v1_dot_node__pb2.SettleRestoreResponse.FromString,
                 _registered_method=True)
+        self.CreateToken = channel.unary_unary(
+                '/ganger.v1.NodeService/CreateToken',
+                request_serializer=ganger_dot_v1_dot_node__pb2.CreateTokenRequest.SerializeToString,
+                response_deserializer=ganger_dot_v1_dot_node__pb2.Token.FromString,
+                _registered_method=True)
+        self.ListTokens = channel.unary_unary(
+                '/ganger.v1.NodeService/ListTokens',
+                request_serializer=ganger_dot_v1_dot_node__pb2.ListTokensRequest.SerializeToString,
+                response_deserializer=ganger_dot_v1_dot_node__pb2.ListTokensResponse.FromString,
+                _registered_method=True)
+        self.RevokeToken = channel.unary_unary(
+                '/ganger.v1.NodeService/RevokeToken',
+                request_serializer=ganger_dot_v1_dot_node__pb2.RevokeTokenRequest.SerializeToString,
+                response_deserializer=ganger_dot_v1_dot_node__pb2.Token.FromString,
+                _registered_method=True)
 
 
 class NodeServiceServicer(object):
@@ -269,6 +284,29 @@ class NodeServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CreateToken(self, request, context):
+        """Lets a person call as a user, over TLS without a certificate, at Cluster.token_address. The text of the token is in
+        this answer only. Errors: INVALID_ARGUMENT/REQUEST_INVALID, RESOURCE_EXHAUSTED/QUEUE_FULL,
+        UNIMPLEMENTED/NOT_SUPPORTED (the master takes no tokens).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListTokens(self, request, context):
+        """In pages, by name; those too that have ended in the last 30 days. Errors: INVALID_ARGUMENT/PAGE_TOKEN_INVALID.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RevokeToken(self, request, context):
+        """Calls with it are refused from now on, also on open streams. Idempotent. Errors: NOT_FOUND/TOKEN_NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -361,6 +399,21 @@ def add_NodeServiceServicer_to_server(servicer, server):
                     servicer.SettleRestore,
                     request_deserializer=ganger_dot_v1_dot_node__pb2.SettleRestoreRequest.FromString,
                     response_serializer=ganger_dot_v1_dot_node__pb2.SettleRestoreResponse.SerializeToString,
+            ),
+            'CreateToken': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateToken,
+                    request_deserializer=ganger_dot_v1_dot_node__pb2.CreateTokenRequest.FromString,
+                    response_serializer=ganger_dot_v1_dot_node__pb2.Token.SerializeToString,
+            ),
+            'ListTokens': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTokens,
+                    request_deserializer=ganger_dot_v1_dot_node__pb2.ListTokensRequest.FromString,
+                    response_serializer=ganger_dot_v1_dot_node__pb2.ListTokensResponse.SerializeToString,
+            ),
+            'RevokeToken': grpc.unary_unary_rpc_method_handler(
+                    servicer.RevokeToken,
+                    request_deserializer=ganger_dot_v1_dot_node__pb2.RevokeTokenRequest.FromString,
+                    response_serializer=ganger_dot_v1_dot_node__pb2.Token.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(

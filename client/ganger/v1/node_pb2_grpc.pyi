@@ -83,6 +83,15 @@ class NodeServiceStub:
     """After a restore of the master's database: goes on without the nodes that have not reported. What they run is
     quarantined when they do. Errors: FAILED_PRECONDITION/NOT_RESTORING.
     """
+    CreateToken: grpc.UnaryUnaryMultiCallable[ganger.v1.node_pb2.CreateTokenRequest, ganger.v1.node_pb2.Token]
+    """Lets a person call as a user, over TLS without a certificate, at Cluster.token_address. The text of the token is in
+    this answer only. Errors: INVALID_ARGUMENT/REQUEST_INVALID, RESOURCE_EXHAUSTED/QUEUE_FULL,
+    UNIMPLEMENTED/NOT_SUPPORTED (the master takes no tokens).
+    """
+    ListTokens: grpc.UnaryUnaryMultiCallable[ganger.v1.node_pb2.ListTokensRequest, ganger.v1.node_pb2.ListTokensResponse]
+    """In pages, by name; those too that have ended in the last 30 days. Errors: INVALID_ARGUMENT/PAGE_TOKEN_INVALID."""
+    RevokeToken: grpc.UnaryUnaryMultiCallable[ganger.v1.node_pb2.RevokeTokenRequest, ganger.v1.node_pb2.Token]
+    """Calls with it are refused from now on, also on open streams. Idempotent. Errors: NOT_FOUND/TOKEN_NOT_FOUND."""
 
 @typing.type_check_only
 class NodeServiceAsyncStub(NodeServiceStub):
@@ -145,6 +154,15 @@ class NodeServiceAsyncStub(NodeServiceStub):
     """After a restore of the master's database: goes on without the nodes that have not reported. What they run is
     quarantined when they do. Errors: FAILED_PRECONDITION/NOT_RESTORING.
     """
+    CreateToken: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.node_pb2.CreateTokenRequest, ganger.v1.node_pb2.Token]  # type: ignore[assignment]
+    """Lets a person call as a user, over TLS without a certificate, at Cluster.token_address. The text of the token is in
+    this answer only. Errors: INVALID_ARGUMENT/REQUEST_INVALID, RESOURCE_EXHAUSTED/QUEUE_FULL,
+    UNIMPLEMENTED/NOT_SUPPORTED (the master takes no tokens).
+    """
+    ListTokens: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.node_pb2.ListTokensRequest, ganger.v1.node_pb2.ListTokensResponse]  # type: ignore[assignment]
+    """In pages, by name; those too that have ended in the last 30 days. Errors: INVALID_ARGUMENT/PAGE_TOKEN_INVALID."""
+    RevokeToken: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.node_pb2.RevokeTokenRequest, ganger.v1.node_pb2.Token]  # type: ignore[assignment]
+    """Calls with it are refused from now on, also on open streams. Idempotent. Errors: NOT_FOUND/TOKEN_NOT_FOUND."""
 
 class NodeServiceServicer(metaclass=abc.ABCMeta):
     """Operators' calls. Errors common to all methods: see job_service.proto."""
@@ -312,5 +330,32 @@ class NodeServiceServicer(metaclass=abc.ABCMeta):
         """After a restore of the master's database: goes on without the nodes that have not reported. What they run is
         quarantined when they do. Errors: FAILED_PRECONDITION/NOT_RESTORING.
         """
+
+    @abc.abstractmethod
+    def CreateToken(
+        self,
+        request: ganger.v1.node_pb2.CreateTokenRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[ganger.v1.node_pb2.Token, collections.abc.Awaitable[ganger.v1.node_pb2.Token]]:
+        """Lets a person call as a user, over TLS without a certificate, at Cluster.token_address. The text of the token is in
+        this answer only. Errors: INVALID_ARGUMENT/REQUEST_INVALID, RESOURCE_EXHAUSTED/QUEUE_FULL,
+        UNIMPLEMENTED/NOT_SUPPORTED (the master takes no tokens).
+        """
+
+    @abc.abstractmethod
+    def ListTokens(
+        self,
+        request: ganger.v1.node_pb2.ListTokensRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[ganger.v1.node_pb2.ListTokensResponse, collections.abc.Awaitable[ganger.v1.node_pb2.ListTokensResponse]]:
+        """In pages, by name; those too that have ended in the last 30 days. Errors: INVALID_ARGUMENT/PAGE_TOKEN_INVALID."""
+
+    @abc.abstractmethod
+    def RevokeToken(
+        self,
+        request: ganger.v1.node_pb2.RevokeTokenRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[ganger.v1.node_pb2.Token, collections.abc.Awaitable[ganger.v1.node_pb2.Token]]:
+        """Calls with it are refused from now on, also on open streams. Idempotent. Errors: NOT_FOUND/TOKEN_NOT_FOUND."""
 
 def add_NodeServiceServicer_to_server(servicer: NodeServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

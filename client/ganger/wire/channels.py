@@ -171,7 +171,7 @@ def _credentials(endpoint: Endpoint) -> grpc.ChannelCredentials | None:
     # Loaded here: most clients are on their master's machine.
     from ganger.wire.tls import channel_credentials
 
-    return channel_credentials(Path(endpoint.tls))
+    return channel_credentials(Path(endpoint.tls), has_token=bool(endpoint.token))
 
 
 def _options(

@@ -26,11 +26,13 @@ from ganger.text import os_reason
 
 ENDPOINT_FILE = "endpoint.json"
 TOKEN_FILE = "token"
+CERTIFICATE = "cert.pem"
 MASTER_VARIABLE = "GANGER_MASTER"
 TOKEN_VARIABLE = "GANGER_TOKEN"
 TLS_VARIABLE = "GANGER_TLS"
 # A master that has not answered is called again only if no other one is left, for so long.
 _LEFT_ALONE_S = 2.0
+_ANOTHER = "ask an operator for another"
 # Hosts that stand for all addresses of a machine.
 _ALL_HOSTS = ("0.0.0.0", "::")
 # sockaddr_un holds 108 bytes, the last one a NUL.
@@ -51,7 +53,8 @@ class CredentialError(EndpointError):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """`tls`: the directory of the caller's certificate, for a server that asks for one; it needs no token."""
+    """`tls`: a directory for TLS. With a `token` it is the caller's access token, and the server is at an address that
+    takes those; without, the caller's certificate is in the directory. Without `tls`, the server's token."""
 
     address: str
     token: str = ""
@@ -60,8 +63,8 @@ class Endpoint:
     masters: MasterList | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
-        guard = f"tls={self.tls!r}" if self.tls else f"token={'set' if self.token else 'none'}"
-        return f"Endpoint({self.address!r}, {guard})"
+        tls = f"tls={self.tls!r}, " if self.tls else ""
+        return f"Endpoint({self.address!r}, {tls}token={'set' if self.token else 'none'})"
 
 
 def default_state_directory() -> Path:
@@ -73,7 +76,8 @@ def default_state_directory() -> Path:
 def find_endpoint(master: str | None = None, tls: str | None = None) -> Endpoint:
     """The master to talk to: `master` (an address or a directory that holds endpoint.json), else $GANGER_MASTER, else
     the default state directory. HOST:PORT is dialled with the certificate in the directory `tls`, else $GANGER_TLS, if
-    there is one. Otherwise the token of a bare address is $GANGER_TOKEN, or that of an endpoint.json beside the socket
+    there is one; if that holds none, with the access token in $GANGER_TOKEN or the directory's file `token`. Otherwise
+    the token of a bare address is $GANGER_TOKEN, or that of an endpoint.json beside the socket
     or in the default state directory that names the same address. Of several, separated by commas, it is the one that
     leads as far as this process has found out (`MasterList`). Raises EndpointError."""
     wanted = master or os.environ.get(MASTER_VARIABLE) or ""
@@ -96,7 +100,8 @@ def find_endpoint(master: str | None = None, tls: str | None = None) -> Endpoint
     check_address(wanted)
     tls = tls if tls is not None else os.environ.get(TLS_VARIABLE, "")
     if tls and not wanted.startswith("unix:"):
-        return Endpoint(wanted, tls=str(Path(tls).expanduser()))
+        directory = Path(tls).expanduser()
+        return Endpoint(wanted, _access_token(directory), str(directory))
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token:
         beside = [Path(wanted.removeprefix("unix:")).parent] if wanted.startswith("unix:") else []
@@ -107,6 +112,17 @@ def find_endpoint(master: str | None = None, tls: str | None = None) -> Endpoint
                     token = known.token
                     break
     return Endpoint(wanted, token)
+
+
+def _access_token(directory: Path) -> str:
+    """Return the access token of a person whose directory has no certificate; empty with one, or without a token.
+    Raises CredentialError for a file that others can read."""
+    if (directory / CERTIFICATE).exists():
+        return ""
+    token, file = os.environ.get(TOKEN_VARIABLE, "").strip(), directory / TOKEN_FILE
+    if token:
+        return _printable(token, f"${TOKEN_VARIABLE}", _ANOTHER)
+    return read_token(file, _ANOTHER) if file.exists() else ""
 
 
 def _parts_of(masters: str) -> tuple[str, ...]:
@@ -258,8 +274,9 @@ def ensure_token(directory: Path) -> tuple[str, Path]:
     return token, path
 
 
-def read_token(path: Path) -> str:
-    """Return the token of a file. Raises EndpointError, also if other users can read the file."""
+def read_token(path: Path, remedy: str = "delete it and restart the master") -> str:
+    """Return the token of a file. Raises EndpointError, also if other users can read the file. `remedy`: of one that is
+    lost."""
     try:
         with path.open() as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
@@ -269,11 +286,16 @@ def read_token(path: Path) -> str:
     except OSError as error:
         raise CredentialError(f"cannot read the token {path}: {os_reason(error)}") from error
     if mode & 0o077:
-        raise CredentialError(
-            f"the token {path} can be read by others (mode {mode:04o}): chmod 600 it, or delete it and restart"
-        )
+        raise CredentialError(f"the token {path} can be read by others (mode {mode:04o}): chmod 600 it, or {remedy}")
     if not token:
-        raise CredentialError(f"the token {path} is empty: delete it and restart the master")
+        raise CredentialError(f"the token {path} is empty: {remedy}")
+    return _printable(token, str(path), remedy)
+
+
+def _printable(token: str, where: str, remedy: str) -> str:
+    """Return a token that can be sent as a header. Raises CredentialError."""
+    if not (token.isascii() and token.isprintable()):
+        raise CredentialError(f"what {where} holds is no token: {remedy}")
     return token
 
 

@@ -4,7 +4,8 @@ To read a request takes its server up to 25 ms a MiB, so most methods take littl
 services in the tests, so that a new method cannot be forgotten.
 
 A certificate names its holder by one URI among its subject alternative names, `ganger://ROLE/NAME`, for example
-`ganger://daemon/n1`. A caller with a server's start-up token, on the server's own machine, has the roles of `LOCAL`.
+`ganger://daemon/n1`. A caller with a server's start-up token, on the server's own machine, has the roles of `LOCAL`. A
+person may come with an access token in place of a certificate, as a user.
 """
 
 from __future__ import annotations
@@ -132,6 +133,10 @@ METHODS: dict[str, Method] = {
         Method(f"{_NODES}/EndQuarantinedGang", _OPERATORS, is_idempotent=False),
         Method(f"{_NODES}/AdoptQuarantinedGang", _OPERATORS, is_idempotent=False),
         Method(f"{_NODES}/SettleRestore", _OPERATORS, is_idempotent=False),
+        # Each call makes a token.
+        Method(f"{_NODES}/CreateToken", _OPERATORS, is_idempotent=False),
+        Method(f"{_NODES}/ListTokens", _OPERATORS),
+        Method(f"{_NODES}/RevokeToken", _OPERATORS),
         # Answers when the recording has ended: an hour at most, and what the file then takes.
         Method(f"{_NODES}/RecordDecisions", _OPERATORS, 61 * 60.0, is_idempotent=False),
         Method(f"{_AGENTS}/CreateSession", _DAEMONS, largest_bytes=_MIB),
@@ -283,7 +288,7 @@ def check_call(method: str, caller: CallerIdentity) -> None:
     """Check a call. Raises RoleNotPermitted unless the caller may call "/package.Service/Method"."""
     permitted = _roles(method)
     if caller.role not in permitted:
-        raise _not_permitted(method, permitted, f"this certificate is of {caller}", role=caller.role, name=caller.name)
+        raise _not_permitted(method, permitted, f"the caller is {caller}", role=caller.role, name=caller.name)
 
 
 def check_local_call(method: str) -> None:

@@ -16,7 +16,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import grpc
 import grpc.aio
@@ -50,6 +50,10 @@ _SESSIONS = "/ganger.agent.v1.AgentService/"
 # Health answers every connection: a probe has no token.
 _OPEN_SERVICES = ("/grpc.health.v1.Health/",)
 _SSL: Final = b"ssl"
+# Of a header with an access token; those of the master are shorter.
+_LONGEST_TOKEN: Final = 512
+# The identity of the holder of an access token. Raises TokenInvalid, TokenExpired and TokenRevoked.
+HolderOfToken: TypeAlias = Callable[[bytes], CallerIdentity]
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -71,17 +75,19 @@ def make_server(
     options: Sequence[tuple[str, int]] = (),
     *,
     revocations: Revocations | None = None,
+    holder_of: HolderOfToken | None = None,
     first_interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = (),
     more_interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = (),
 ) -> grpc.aio.Server:
     """Return a grpc.aio server with our options and interceptors. `token`: what callers must send, "" for none.
 
     `revocations`: with it, a caller with a certificate that is not on its list may call the methods of its role, one
-    with the token those for callers on this machine, and any other caller none. `first_interceptors` meet all
-    callers, `more_interceptors` come last and meet permitted ones only. A later option of the same name wins."""
+    with the token those for callers on this machine, and any other caller none. `holder_of`: the holder of an access
+    token, with which callers come over TLS without a certificate. `first_interceptors` meet all callers,
+    `more_interceptors` come last and meet permitted ones only. A later option of the same name wins."""
     interceptors: list[grpc.aio.ServerInterceptor[Any, Any]] = [ErrorInterceptor(), *first_interceptors]
     if revocations is not None:
-        interceptors.append(RoleInterceptor(token, revocations))
+        interceptors.append(RoleInterceptor(token, revocations, holder_of))
     elif token:
         interceptors.append(TokenInterceptor(token))
     interceptors.extend(more_interceptors)
@@ -198,73 +204,97 @@ class TokenInterceptor(WrappingInterceptor):
         return guarded(handler, lambda _, context: self._check(method, context))
 
     def _check(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        for key, value in context.invocation_metadata() or ():
-            if key == TOKEN_KEY:
-                brought = value if isinstance(value, bytes) else value.encode()
-                if hmac.compare_digest(brought, self._expected):
-                    return
-                raise TokenInvalid("the token is not this server's: use the one its endpoint.json names")
-        raise TokenInvalid("no token came with the call: use the endpoint.json of the server's state directory")
+        brought = _authorization(context)
+        if not brought:
+            raise TokenInvalid("no token came with the call: use the endpoint.json of the server's state directory")
+        if not hmac.compare_digest(brought, self._expected):
+            raise TokenInvalid("the token is not this server's: use the one its endpoint.json names")
 
 
 class RoleInterceptor(TokenInterceptor):
-    """Lets callers with a certificate do what is for its role, and those with the token what is for this machine.
-    A certificate that is revoked, or ends, while a stream is open ends it with the next message."""
+    """Lets callers with a certificate do what is for its role, those with an access token what is for its holder, and
+    those with the server's token what is for this machine. A certificate or an access token that is revoked, or ends,
+    while a stream is open ends it with the next message."""
 
-    def __init__(self, token: str, revocations: Revocations) -> None:
+    def __init__(self, token: str, revocations: Revocations, holder_of: HolderOfToken | None = None) -> None:
         super().__init__(token)
         self._revocations = revocations
+        self._holder_of = holder_of
 
     def _wrap(self, method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
         wrapped = super()._wrap(method, handler)
         is_stream = wrapped.request_streaming or wrapped.response_streaming
-        return _checked(wrapped, self._check_certificate) if is_stream else wrapped
+        return _checked(wrapped, self._check_credentials) if is_stream else wrapped
 
     def _check(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        caller = self._check_certificate(context)
+        caller = self._check_credentials(context)
         if caller is not None:
             check_call(method, caller)
             return
         super()._check(method, context)
         check_local_call(method)
 
-    def _check_certificate(self, context: grpc.aio.ServicerContext[Any, Any]) -> CallerIdentity | None:
+    def _check_credentials(self, context: grpc.aio.ServicerContext[Any, Any]) -> CallerIdentity | None:
+        """Return the identity of a caller over TLS; None of one without."""
         shown = _certificate_in(context)
         if shown is None:
-            return None
+            return token_holder(context, self._holder_of) if _is_tls(context) else None
         self._revocations.check(shown)
         return shown.identity
 
 
 class Callers:
-    """The identity of callers, for handlers. Without certificates it is always `local`, at no cost."""
+    """The identity of callers, for handlers. Without certificates it is always `local`, at no cost. `holder_of`: as of
+    `make_server`."""
 
-    def __init__(self, local: CallerIdentity, *, by_role: bool = False) -> None:
+    def __init__(self, local: CallerIdentity, *, by_role: bool = False, holder_of: HolderOfToken | None = None) -> None:
         self._local = local
         self._by_role = by_role
+        self._holder_of = holder_of
 
     def of(self, context: grpc.aio.ServicerContext[Any, Any]) -> CallerIdentity:
-        return (identity_in(context) or self._local) if self._by_role else self._local
+        """Return the caller. Raises CertificateInvalid, and as `holder_of`."""
+        return (self.remote(context) or self._local) if self._by_role else self._local
+
+    def remote(self, context: grpc.aio.ServicerContext[Any, Any]) -> CallerIdentity | None:
+        """Return the caller over TLS; None without. Raises as `of`."""
+        shown = _certificate_in(context)
+        if shown is not None:
+            return shown.identity
+        return token_holder(context, self._holder_of) if _is_tls(context) else None
 
 
-def identity_in(context: grpc.aio.ServicerContext[Any, Any]) -> CallerIdentity | None:
-    """Return the identity in the caller's certificate; None without TLS. Raises CertificateInvalid."""
-    shown = _certificate_in(context)
-    return None if shown is None else shown.identity
+def token_holder(context: grpc.aio.ServicerContext[Any, Any], holder_of: HolderOfToken | None) -> CallerIdentity:
+    """Return the holder of the access token that comes with a call. Raises TokenInvalid, and as `holder_of`."""
+    if holder_of is None:
+        raise TokenInvalid("there are no access tokens here: come with a certificate")
+    scheme, _, text = _authorization(context)[:_LONGEST_TOKEN].partition(b" ")
+    if scheme.lower() != b"bearer" or not text:
+        raise TokenInvalid("no access token came with the call: name it by $GANGER_TOKEN or a file (`ganger tokens`)")
+    return holder_of(text)
+
+
+def _authorization(context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
+    """Return the first header of authorization; empty without one."""
+    for key, value in context.invocation_metadata() or ():
+        if key == TOKEN_KEY:
+            return value if isinstance(value, bytes) else value.encode("utf-8", "surrogateescape")
+    return b""
+
+
+def _is_tls(context: grpc.aio.ServicerContext[Any, Any]) -> bool:
+    return _SSL in context.auth_context().get("transport_security_type", ())
 
 
 def certificate_of(context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
-    """Return the caller's verified certificate in PEM form; empty without TLS."""
-    found = context.auth_context()
-    return b"".join(found.get("x509_pem_cert", ())) if _SSL in found.get("transport_security_type", ()) else b""
+    """Return the caller's verified certificate in PEM form; empty without TLS, or with an access token."""
+    return b"".join(context.auth_context().get("x509_pem_cert", ())) if _is_tls(context) else b""
 
 
 def _certificate_in(context: grpc.aio.ServicerContext[Any, Any]) -> ShownCertificate | None:
-    found = context.auth_context()
-    if _SSL not in found.get("transport_security_type", ()):
-        return None
     # Not its "peer_uri": that ends at a NUL, so a forged URI would pass for a valid identity.
-    return read_certificate(*found.get("x509_pem_cert", ()))
+    shown = certificate_of(context)
+    return read_certificate(shown) if shown else None
 
 
 async def _abort(method: str, context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> None:

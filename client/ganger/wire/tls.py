@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 import grpc
 
 from ganger.text import os_reason
-from ganger.wire.endpoints import CredentialError, Endpoint, host_of
+from ganger.wire.endpoints import CERTIFICATE as CERTIFICATE
+from ganger.wire.endpoints import TOKEN_FILE, CredentialError, Endpoint, host_of
 from ganger.wire.errors import CertificateInvalid
 from ganger.wire.methods import CallerIdentity, CallerRole, identity_of, is_served_name, served_name
 
@@ -34,7 +35,6 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-CERTIFICATE: Final = "cert.pem"
 KEY: Final = "key.pem"
 AUTHORITY: Final = "ca.pem"
 
@@ -57,15 +57,18 @@ def read_files(directory: Path) -> Files:
     return Files(*(_read(directory / name) for name in (CERTIFICATE, KEY, AUTHORITY)))
 
 
-def channel_credentials(directory: Path) -> grpc.ChannelCredentials:
-    """Return the credentials of a client channel. Raises CredentialError."""
+def channel_credentials(directory: Path, *, has_token: bool = False) -> grpc.ChannelCredentials:
+    """Return the credentials of a client channel; with an access token it shows no certificate. Raises
+    CredentialError."""
+    if has_token:
+        return grpc.ssl_channel_credentials(_read(directory / AUTHORITY))
     files = read_files(directory)
     return grpc.ssl_channel_credentials(files.authority, files.key, files.certificate)
 
 
-def server_credentials(directory: Path) -> grpc.ServerCredentials:
-    """Return the credentials of a server that requires a client certificate. New connections get renewed files. Raises
-    CredentialError."""
+def server_credentials(directory: Path, *, is_mutual: bool = True) -> grpc.ServerCredentials:
+    """Return the credentials of a server. New connections get renewed files. `is_mutual`: it requires a certificate of
+    its clients, otherwise it asks for none: gRPC knows no third way on one port. Raises CredentialError."""
     renewed = Renewed(directory, _server_configuration)
     used = [first := renewed.current()]
 
@@ -76,7 +79,7 @@ def server_credentials(directory: Path) -> grpc.ServerCredentials:
         used[0] = found
         return found
 
-    return grpc.dynamic_ssl_server_credentials(first, fetch, require_client_authentication=True)
+    return grpc.dynamic_ssl_server_credentials(first, fetch, require_client_authentication=is_mutual)
 
 
 def _server_configuration(directory: Path) -> Any:
@@ -203,8 +206,11 @@ def trouble_with(endpoint: Endpoint, role: CallerRole = CallerRole.MASTER) -> st
     Empty where nothing is wrong, or no server listens. Dials the server, for two seconds at most."""
     directory = Path(endpoint.tls)
     try:
-        check_directory(directory)
-        context = client_context(directory)
+        if endpoint.token:
+            context = _trusting(directory)
+        else:
+            check_directory(directory)
+            context = client_context(directory)
     except CredentialError as error:
         return str(error)
     context.set_alpn_protocols(["h2"])
@@ -217,12 +223,12 @@ def trouble_with(endpoint: Endpoint, role: CallerRole = CallerRole.MASTER) -> st
             # A server checks our certificate after the handshake. If it accepts it, the server sends first; else it
             # sends an alert or closes the connection.
             if not _first_byte(connection):
-                return _not_taken(directory)
+                return _not_taken(directory, endpoint.token)
             return _other_role(connection.getpeercert(), role, host)
     except ssl.SSLCertVerificationError as error:
         return _their_trouble(host, directory, error)
     except ssl.SSLError as error:
-        return _refusal(directory, error)
+        return _refusal(directory, endpoint.token, error)
     except OSError:
         pass
     return ""
@@ -236,7 +242,7 @@ def _read(path: Path) -> bytes:
     except FileNotFoundError as error:
         raise CredentialError(
             f"there is no {path}: a directory for TLS holds {CERTIFICATE}, {KEY} and {AUTHORITY}, as `ganger certs"
-            " issue` writes them"
+            f" issue` writes them, or of a person {AUTHORITY} and {TOKEN_FILE} (`ganger tokens`)"
         ) from error
     except OSError as error:
         raise CredentialError(f"cannot read {path}: {os_reason(error)}") from error
@@ -247,13 +253,23 @@ def _read(path: Path) -> bytes:
     return content
 
 
-def _loaded(context: ssl.SSLContext, directory: Path) -> ssl.SSLContext:
-    files = read_files(directory)
+def _trusting(directory: Path) -> ssl.SSLContext:
+    """Return a TLS context for sockets that connect without a certificate. Raises CredentialError."""
+    return _with_authority(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), directory, _read(directory / AUTHORITY))
+
+
+def _with_authority(context: ssl.SSLContext, directory: Path, authority: bytes) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     try:
-        context.load_verify_locations(cadata=files.authority.decode("ascii"))
+        context.load_verify_locations(cadata=authority.decode("ascii"))
     except (ssl.SSLError, UnicodeDecodeError) as error:
         raise CredentialError(f"{directory / AUTHORITY} holds no certificate in PEM form") from error
+    return context
+
+
+def _loaded(context: ssl.SSLContext, directory: Path) -> ssl.SSLContext:
+    files = read_files(directory)
+    _with_authority(context, directory, files.authority)
     try:
         # Without a word for it OpenSSL would ask the terminal.
         context.load_cert_chain(directory / CERTIFICATE, directory / KEY, password=lambda: b"")
@@ -344,17 +360,19 @@ def _their_trouble(host: str, directory: Path, error: ssl.SSLCertVerificationErr
     return f"its certificate was not made by the authority in {directory / AUTHORITY}: are both of one cluster?"
 
 
-def _refusal(directory: Path, error: ssl.SSLError) -> str:
+def _refusal(directory: Path, token: str, error: ssl.SSLError) -> str:
     """Return the meaning of the server's alert. Our own files have no fault that can be seen here."""
     reason, own = (error.reason or "").upper(), directory / CERTIFICATE
     if "WRONG_VERSION" in reason or "PACKET_LENGTH" in reason or "HTTP_REQUEST" in reason:
         return "the server there speaks no TLS: was it started with --tls?"
     if "EXPIRED" in reason:
         return f"the server takes {own} for expired: is its clock right?"
-    return _not_taken(directory) if "ALERT" in reason else _reason(error)
+    return _not_taken(directory, token) if "ALERT" in reason else _reason(error)
 
 
-def _not_taken(directory: Path) -> str:
+def _not_taken(directory: Path, token: str) -> str:
+    if token:
+        return "the server asks for a certificate there: it takes tokens at the address of its --listen-tokens"
     own = directory / CERTIFICATE
     return f"the server does not accept {own}: are both of the same cluster, and are their clocks right?"
 

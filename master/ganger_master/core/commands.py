@@ -358,6 +358,22 @@ class UpdateReservation(Struct, frozen=True, gc=False):
     users_change: ListChange = ListChange.REPLACE
 
 
+class CreateToken(Struct, frozen=True, gc=False):
+    """Let a person call as the user `holder`. `name` and `digest` are made by the shell, of a text that it shows once.
+    `user`: the operator."""
+
+    name: str
+    digest: str
+    holder: str
+    lasts_s: float
+    user: str = ""
+
+
+class RevokeToken(Struct, frozen=True, gc=False):
+    name: str
+    user: str = ""
+
+
 class DeleteReservation(Struct, frozen=True, gc=False):
     """End a reservation, or forget one that has not begun."""
 
@@ -437,6 +453,9 @@ JobCommand: TypeAlias = SubmitJob | CancelJob | UpdateJob | SuspendJob | ResumeJ
 ArrayCommand: TypeAlias = SubmitArray | CancelArray | UpdateArray | RecordMetric
 NodeCommand: TypeAlias = DrainNode | CordonNode | UncordonNode | DeclareLost | RemoveNode
 ReservationCommand: TypeAlias = ReserveNodes | UpdateReservation | DeleteReservation
+TokenCommand: TypeAlias = CreateToken | RevokeToken
 RestoreCommand: TypeAlias = OpenStore | NoteEnds | GoOn | EndQuarantined | AdoptQuarantined
 SessionCommand: TypeAlias = RequestGang | ReleaseGang | ProposePlan | ClaimTurns | Observe | Answer | OpenSession | Tick
-Command: TypeAlias = JobCommand | ArrayCommand | NodeCommand | ReservationCommand | RestoreCommand | SessionCommand
+Command: TypeAlias = (
+    JobCommand | ArrayCommand | NodeCommand | ReservationCommand | TokenCommand | RestoreCommand | SessionCommand
+)

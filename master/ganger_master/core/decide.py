@@ -10,7 +10,7 @@ from ganger.cluster.resources import Claim, ConfigurationSet
 from ganger.job_state import JobState
 from msgspec.structs import replace
 
-from ganger_master.core import arrays, commands, events, job_updates, quarantine, reservations, rollback
+from ganger_master.core import access_tokens, arrays, commands, events, job_updates, quarantine, reservations, rollback
 from ganger_master.core.answers import Done, JobAnswer, NodeAnswer, RefusedError, SessionAnswer
 from ganger_master.core.approval import judge_change, level_of
 from ganger_master.core.colocation import per_device
@@ -259,6 +259,17 @@ def _delete_reservation(state: State, command: commands.DeleteReservation, now: 
     return (events.ReservationDeleted(now, _user(command), command.name),), Done()
 
 
+def _create_token(state: State, command: commands.CreateToken, now: float) -> Decision:
+    return (events.TokenChanged(now, _user(command), access_tokens.made(state, command, now)),), Done()
+
+
+def _revoke_token(state: State, command: commands.RevokeToken, now: float) -> Decision:
+    token = access_tokens.revoked(state, command.name, now)
+    if token == state.tokens[command.name]:
+        return (), Done()
+    return (events.TokenChanged(now, _user(command), token),), Done()
+
+
 def _declare_lost(state: State, command: commands.DeclareLost, now: float) -> Decision:
     node = _node_named(state, command.node)
     if node.lost:
@@ -341,6 +352,8 @@ _DECIDES: Final[dict[type, Callable[[State, Any, float], Decision]]] = {
     commands.ReserveNodes: _reserve,
     commands.UpdateReservation: _update_reservation,
     commands.DeleteReservation: _delete_reservation,
+    commands.CreateToken: _create_token,
+    commands.RevokeToken: _revoke_token,
     commands.OpenStore: rollback.decide_open,
     commands.NoteEnds: _note_ends,
     commands.GoOn: rollback.decide_go_on,
@@ -362,5 +375,7 @@ def _node_named(state: State, name: str) -> Node:
     return state.nodes[name]
 
 
-def _user(command: commands.JobCommand | commands.NodeCommand | commands.ReservationCommand) -> str:
+def _user(
+    command: commands.JobCommand | commands.NodeCommand | commands.ReservationCommand | commands.TokenCommand,
+) -> str:
     return f"user:{command.user}"

@@ -22,7 +22,7 @@ from ganger_master.core.commands import NO_MARKS, ClaimTurns, KeepPlace, Line, M
 from ganger_master.core.gang_model import Gang, TimesliceGroup
 from ganger_master.core.job_model import JobRecord, Request, SuspendLevel
 from ganger_master.core.job_spec import JobSpec, Update
-from ganger_master.core.node_model import Counters, Element, Node, Reservation
+from ganger_master.core.node_model import AccessToken, Counters, Element, Node, Reservation
 from ganger_master.core.plan_changes import NO_PURPOSE, CoresCurve, Purpose, TrialFinding
 
 
@@ -217,6 +217,12 @@ class ReservationDeleted(Event, frozen=True, gc=False):
     name: str
 
 
+class TokenChanged(Event, frozen=True, gc=False):
+    """A token was made, or revoked."""
+
+    token: AccessToken
+
+
 class NodeLost(Event, frozen=True, gc=False):
     node: str
     reason: str
@@ -337,6 +343,7 @@ ELEMENT_TYPES: Final[Mapping[str, type[Element]]] = {
     "node_set": TimesliceGroup,
     "user_usage": UserUsage,
     "reservation": Reservation,
+    "access_token": AccessToken,
     "counters": Counters,
 }
 

@@ -18,6 +18,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ganger_master.core import (
+    access_tokens,
     answers,
     arrays,
     attempts,
@@ -383,6 +384,7 @@ _HANDLERS: Final[dict[type, Callable[[State, Any], None]]] = {
     events.NodeRemoved: _node_removed,
     events.NodesReserved: reservations.begin,
     events.ReservationDeleted: reservations.end,
+    events.TokenChanged: access_tokens.change,
     events.StoreOpened: rollback.open_store,
     events.EndsNoted: _ends_noted,
     events.RestoreSettled: restore_settlement.settle,

@@ -76,6 +76,19 @@ class Reservation(Struct, frozen=True, gc=False, omit_defaults=True):
     user: str = ""
 
 
+class AccessToken(Struct, frozen=True, gc=False, omit_defaults=True):
+    """A token of a user. `name`: its public part. `digest`: SHA-256 of the text, in hexadecimal digits. Times are Unix
+    seconds; `revoke_time` is zero unless it is revoked. `creator`: the operator that made it."""
+
+    name: str
+    user: str
+    digest: str
+    create_time: float
+    expiry: float
+    creator: str = ""
+    revoke_time: float = 0.0
+
+
 class Node(Struct, frozen=True, gc=False, omit_defaults=True):
     name: str
     machine_uuid: str
@@ -188,5 +201,14 @@ class Counters(Struct):
 
 
 Element: TypeAlias = (
-    JobRecord | Request | Gang | Node | TimesliceGroup | ConfigurationSet | UserUsage | Reservation | Counters
+    JobRecord
+    | Request
+    | Gang
+    | Node
+    | TimesliceGroup
+    | ConfigurationSet
+    | UserUsage
+    | Reservation
+    | AccessToken
+    | Counters
 )

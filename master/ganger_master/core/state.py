@@ -23,7 +23,7 @@ from ganger_master.core.desired_projection import DesiredProjection
 from ganger_master.core.events import Dirty, HistoryRow, StoredChanges, Unstored, cut
 from ganger_master.core.gang_model import Gang, GangIntent, StoredOrder, TimesliceGroup, uses_otherwise
 from ganger_master.core.job_model import JobRecord, Request
-from ganger_master.core.node_model import Counters, Node, Reservation
+from ganger_master.core.node_model import AccessToken, Counters, Node, Reservation
 from ganger_master.core.plan_changes import CoresCurve
 from ganger_master.core.queue import Blocked, JobQueue, LeaseTable, Place
 from ganger_master.core.settings import CoreSettings
@@ -63,6 +63,8 @@ class State:
         # By name, and when the next one enters another phase.
         self.reservations: dict[str, Reservation] = {}
         self.reservation_at = 0.0
+        # Of people, by name.
+        self.tokens: dict[str, AccessToken] = {}
         # Without teams, no decision depends on use.
         self.counts_use = is_stored or bool(settings.teams)
         self.counters = Counters(storage_token=settings.storage_token)
@@ -181,6 +183,14 @@ class State:
     def forget_reservation(self, name: str) -> None:
         del self.reservations[name]
         self.unstored.remove(("reservation", name))
+
+    def put_token(self, token: AccessToken) -> None:
+        self.tokens[token.name] = token
+        self.unstored.put(("access_token", token.name), token)
+
+    def forget_token(self, name: str) -> None:
+        del self.tokens[name]
+        self.unstored.remove(("access_token", name))
 
     def put_request(self, request: Request) -> None:
         self.forget_request(request.user, request.request_id)

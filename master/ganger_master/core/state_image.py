@@ -25,7 +25,7 @@ from ganger_master.core.events import Dirty
 from ganger_master.core.gang_model import Gang, TimesliceGroup
 from ganger_master.core.gang_orders import party_of, project_node
 from ganger_master.core.job_model import JobRecord, Request
-from ganger_master.core.node_model import Counters, Element, Node, Reservation
+from ganger_master.core.node_model import AccessToken, Counters, Element, Node, Reservation
 from ganger_master.core.plan_changes import CoresCurve
 from ganger_master.core.queue import Blocked, GrantedLease, KeptPlaces
 from ganger_master.core.settings import CoreSettings
@@ -58,6 +58,7 @@ class Image(Struct, frozen=True, gc=False):
     former: tuple[Request, ...] = ()
     usage: tuple[UserUsage, ...] = ()
     reservations: tuple[Reservation, ...] = ()
+    tokens: tuple[AccessToken, ...] = ()
     reserved: tuple[str, ...] = ()
     reservation_at: float = 0.0
     devices: int = 0
@@ -126,7 +127,7 @@ _SETS = _paths(
     "jobs.finished jobs.running_limited jobs.moving jobs.backing_off gangs.idle queue.resuming nodes.draining"
     " nodes.faulty nodes.reserved nodes.choosy nodes.unheard"
 )
-_VALUES = ("nodes", "jobs", "gangs", "gangs.sets", "jobs.former", "usage", "reservations")
+_VALUES = ("nodes", "jobs", "gangs", "gangs.sets", "jobs.former", "usage", "reservations", "tokens")
 
 
 def image_of(state: State) -> Image:
@@ -185,6 +186,7 @@ def state_of(image: Image) -> State:
         state.leases.put(turn)
     state.usage.update({usage.user: usage for usage in image.usage})
     state.reservations.update({reservation.name: reservation for reservation in image.reservations})
+    state.tokens.update({token.name: token for token in image.tokens})
     _index(state)
     # Jobs that joined the queue have discarded it.
     state.queue.blocked = image.blocked
@@ -321,6 +323,7 @@ def restored(settings: CoreSettings, elements: Iterable[Element], now: float, fo
             state.gangs.note_rows(name, rows)
     state.usage.update({one.user: one for one in of(UserUsage)})
     state.reservations.update({one.name: one for one in of(Reservation)})
+    state.tokens.update({one.name: one for one in of(AccessToken)})
     state.take_changes()
     state.dirty = Dirty()
     usage.restore(state, now)

@@ -1,4 +1,4 @@
-"""Access of users: which fields of jobs they may read, and how much they may request.
+"""Access of users: holders of access tokens, which fields of jobs they may read, and how much they may request.
 
 They read all fields of their own jobs, and of other jobs only what a queue listing shows. Limits on requests and
 changes per second and on open streams protect the service of all users, above what people and their scripts do:
@@ -9,12 +9,15 @@ certificate renewed a few times an hour.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import inspect
+import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from hashlib import sha256
 from typing import Any, Final
 
 import grpc
@@ -22,10 +25,11 @@ from ganger.text import counted
 from ganger.v1 import array_pb2, job_pb2
 from ganger.wire import errors
 from ganger.wire.errors import ApiError, UserLimit
-from ganger.wire.methods import VISIBLE_OF_JOB, VISIBLE_OF_SPEC, CallerIdentity
+from ganger.wire.methods import VISIBLE_OF_JOB, VISIBLE_OF_SPEC, CallerIdentity, CallerRole
 from ganger.wire.servers import Callers, WrappingInterceptor, behaviour_of, rebuilt
 from google.protobuf.message import Message
 
+from ganger_master.core.node_model import AccessToken
 from ganger_master.rpc.answer_messages import VisibleState
 
 
@@ -48,6 +52,46 @@ _VISIBLE: Final[dict[type[Message], frozenset[str]]] = {
     )
 }
 
+
+def new_token(user: str) -> tuple[str, str, str]:
+    """Return the name of a new access token, its text, and the digest of the text, which is all that is to be kept."""
+    name = secrets.token_hex(_NAME_BYTES)
+    # The client reads its user's name from it. No part of it can be exchanged: the digest is of the whole.
+    text = f"{user}.{name}.{secrets.token_urlsafe(_SECRET_BYTES)}"
+    return name, text, sha256(text.encode()).hexdigest()
+
+
+_NAME_BYTES: Final = 8
+_SECRET_BYTES: Final = 32
+
+
+class TokenHolders:
+    """The holders of the access tokens of a master. `tokens`: those that are durable, by name. `now`: Unix seconds."""
+
+    def __init__(self, tokens: Mapping[str, AccessToken], now: Callable[[], float] = time.time) -> None:
+        self._tokens = tokens
+        self._now = now
+
+    def holder_of(self, text: bytes) -> CallerIdentity:
+        """Return the user of a token. Raises TokenInvalid, TokenExpired and TokenRevoked."""
+        name = text.rpartition(b".")[0].rpartition(b".")[2].decode("ascii", "replace")
+        token = self._tokens.get(name)
+        digest = sha256(text).hexdigest()
+        if token is None or not hmac.compare_digest(digest, token.digest):
+            raise errors.TokenInvalid("the access token is none of this cluster: ask an operator for another")
+        error: ApiError | None = None
+        if token.revoke_time:
+            error = errors.TokenRevoked(f"the token {name} of {token.user} was revoked: ask an operator for another")
+        elif token.expiry <= self._now():
+            end = datetime.fromtimestamp(token.expiry, UTC)
+            ended = f"the token {name} of {token.user} ended on {end:%Y-%m-%d %H:%M UTC}"
+            error = errors.TokenExpired(f"{ended}: ask an operator for another")
+        if error is not None:
+            error.metadata = {"token": name, "user": token.user}
+            raise error
+        return CallerIdentity(CallerRole.USER, token.user)
+
+
 _HOUR_S: Final = 3600.0
 # Of one node's certificate. One that lasts for a quarter of an hour needs so many.
 RENEWALS_PER_HOUR: Final = 6
@@ -65,7 +109,7 @@ def check_owner(caller: CallerIdentity, name: str, user: str) -> None:
     """Raise JobNotYours for a user that did not submit the job or array."""
     if caller.has_own_jobs_only and caller.name != user:
         raise errors.JobNotYours(
-            f"{name} is {user}'s: only that user and operators may do this; this certificate is of {caller}",
+            f"{name} is {user}'s: only that user and operators may do this; the caller is {caller}",
             job=name,
             user=user,
         )

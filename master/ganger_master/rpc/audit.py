@@ -23,7 +23,8 @@ import grpc
 import msgspec
 from ganger.text import os_failure, os_reason
 from ganger.wire.errors import ApiError, reason_of
-from ganger.wire.servers import Callers, WrappingInterceptor, behaviour_of, identity_in, rebuilt
+from ganger.wire.methods import CallerRole
+from ganger.wire.servers import Callers, WrappingInterceptor, behaviour_of, rebuilt
 
 from ganger_master.rpc.access import Bucket
 
@@ -168,10 +169,12 @@ class AuditInterceptor(WrappingInterceptor):
     def _record(self, context: Any, method: str, subject: str, result: str, *, is_known: bool) -> None:
         try:
             # Without a certificate, the token is what makes a caller the operator of this machine.
-            identity = self._callers.of(context) if is_known else identity_in(context)
+            identity = self._callers.of(context) if is_known else self._callers.remote(context)
             caller = "" if identity is None else f"{identity.role}/{identity.name}"
-        except ApiError:
-            caller = ""
+        except ApiError as error:
+            # An access token that is known names its user, although it is not taken.
+            user = error.metadata.get("user", "")
+            caller = f"{CallerRole.USER}/{user}" if user else ""
         left_out, self._left_out = self._left_out, 0
         moment = datetime.now(UTC).isoformat(timespec="milliseconds")
         # "ipv4:10.0.0.1:7" or "ipv6:%5B::1%5D:7".

@@ -17,7 +17,8 @@ from ganger.v1 import node_pb2, node_pb2_grpc, resources_pb2
 from ganger.wire import errors, times
 from ganger.wire import resource_messages as convert
 from ganger.wire import resource_names as names
-from ganger.wire.methods import CallerIdentity
+from ganger.wire.endpoints import address_for_clients
+from ganger.wire.methods import CallerIdentity, is_name
 from ganger.wire.servers import Callers
 from msgspec.structs import replace
 
@@ -25,10 +26,11 @@ from ganger_master.core import commands, quarantine, rollback
 from ganger_master.core.answers import Done, JobAnswer, NodeAnswer
 from ganger_master.core.commands import ObservedSlices
 from ganger_master.core.gang_model import Gang, TimesliceGroup
-from ganger_master.core.node_model import Stray
+from ganger_master.core.node_model import AccessToken, Stray
 from ganger_master.core.state import State
 from ganger_master.core.timeslice_groups import running_row
 from ganger_master.decision_log import log_file, recorder
+from ganger_master.rpc.access import new_token
 from ganger_master.rpc.answer_messages import (
     ENTRIES_AT_ONCE,
     PAGE_MOST,
@@ -116,6 +118,17 @@ def _gang_to_wire(state: State, parts: dict[str, Stray]) -> node_pb2.Quarantined
     return message
 
 
+def _token_to_wire(token: AccessToken) -> node_pb2.Token:
+    return node_pb2.Token(
+        name=token.name,
+        user=token.user,
+        create_time=times.timestamp(token.create_time),
+        expire_time=times.timestamp(token.expiry),
+        revoke_time=times.timestamp(token.revoke_time) if token.revoke_time else None,
+        creator=token.creator,
+    )
+
+
 _MODES: Final = {LoadMode.SPREAD: resources_pb2.LOAD_MODE_SPREAD, LoadMode.PACK: resources_pb2.LOAD_MODE_PACK}
 
 # Where one is in the list of nodes and node sets: the kind of an entry, and its node or number.
@@ -131,7 +144,13 @@ def _place_of(name: str) -> _Place:
 
 class NodeService(node_pb2_grpc.NodeServiceServicer):
     def __init__(
-        self, writer: Writer, shown: VisibleState, callers: Callers, is_held: Callable[[str], bool], captures: Path
+        self,
+        writer: Writer,
+        shown: VisibleState,
+        callers: Callers,
+        is_held: Callable[[str], bool],
+        captures: Path,
+        token_address: Callable[[], str],
     ) -> None:
         self._writer = writer
         self._shown = shown
@@ -139,6 +158,7 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
         self._started = writer.now()
         self._is_held = is_held
         self._captures = captures
+        self._token_address = token_address
 
     async def ListNodes(self, request: node_pb2.ListNodesRequest, context: Any) -> node_pb2.ListNodesResponse:
         size = min(request.page_size, PAGE_MOST) or sys.maxsize
@@ -251,6 +271,34 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
         )
         return node_pb2.DeleteReservationResponse()
 
+    async def CreateToken(self, request: node_pb2.CreateTokenRequest, context: Any) -> node_pb2.Token:
+        if not self._token_address():
+            raise errors.NotSupported("this master takes no access tokens: start it with --listen-tokens HOST:PORT")
+        if not is_name(request.user):
+            raise errors.RequestInvalid("user: letters, digits, '.', '-', '_', @, at most 63")
+        name, text, digest = new_token(request.user)
+        lasts_s, caller = times.seconds(request.lifetime), self._callers.of(context).name
+        command = commands.CreateToken(name, digest, request.user, lasts_s, caller)
+        expect(await self._writer.submit(command), Done)
+        message = _token_to_wire(self._writer.committed.tokens[name])
+        message.text = text
+        return message
+
+    async def ListTokens(self, request: node_pb2.ListTokensRequest, context: Any) -> node_pb2.ListTokensResponse:
+        known, after = self._writer.committed.tokens, place_of(request.page_token, str, "")
+        found, room = node_pb2.ListTokensResponse(), PageRoom(min(request.page_size or PAGE_MOST, PAGE_MOST))
+        for name in sorted([name for name in known if name > after]):
+            message = _token_to_wire(known[name])
+            if not room.take(message):
+                found.next_page_token = page_token(found.tokens[-1].name)
+                break
+            found.tokens.append(message)
+        return found
+
+    async def RevokeToken(self, request: node_pb2.RevokeTokenRequest, context: Any) -> node_pb2.Token:
+        expect(await self._writer.submit(commands.RevokeToken(request.name, self._callers.of(context).name)), Done)
+        return _token_to_wire(self._writer.committed.tokens[request.name])
+
     async def GetCluster(self, request: node_pb2.GetClusterRequest, context: Any) -> node_pb2.Cluster:
         committed, state = self._writer.committed, self._writer.state
         jobs = Counter(job.state for job in committed.jobs.values())
@@ -277,6 +325,8 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
             event_sequence=committed.counters.next_event - 1,
             load_mode=_MODES[committed.mode],
             restore=self._restore(),
+            token_address=address_for_clients(self._token_address()) if self._token_address() else "",
+            current_time=times.timestamp(self._writer.now()),
         )
 
     def _restore(self) -> node_pb2.Restore | None:

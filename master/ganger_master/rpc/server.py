@@ -2,7 +2,8 @@
 that may have lost its lease, answer no call.
 
 Without certificates one address serves callers with the token. With certificates that address serves callers with a
-certificate, and a second one on loopback serves this machine by the token.
+certificate, a second one on loopback serves this machine by the token, and a third one, if there is one, people with
+access tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from grpc_health.v1 import _async as aio_health
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from ganger_master.rpc.access import LimitInterceptor, UserLimits
+from ganger_master.rpc.access import LimitInterceptor, TokenHolders, UserLimits
 from ganger_master.rpc.agent_service import AgentService
 from ganger_master.rpc.answer_messages import SessionRefusals, VisibleState, owner
 from ganger_master.rpc.audit import AuditInterceptor, AuditLog
@@ -123,7 +124,8 @@ class MasterServer:
     """Serves a writer. `address` is where, with the port that was chosen, and `local_address` where the token does;
     `tls`: the directory of the certificate, if there is one, and `revocations`: what goes with it; `authority`: the
     directory of the one that renews certificates; `checkpoints_kept_s`: as of `AgentService`; `captures`: where
-    recordings go; `audit`: the log of calls; `has_stand_bys`: other masters may lead, so that calls are answered only
+    recordings go; `audit`: the log of calls; `listen_tokens`: where people call with access tokens, or nowhere;
+    `token_address`: the same, with the port; `has_stand_bys`: other masters may lead, so that calls are answered only
     while this one does."""
 
     def __init__(
@@ -140,12 +142,16 @@ class MasterServer:
         revocations: Revocations | None = None,
         authority: Path | None = None,
         checkpoints_kept_s: float | None = None,
+        listen_tokens: str = "",
         has_stand_bys: bool = False,
         more_handlers: Sequence[grpc.GenericRpcHandler[Any, Any]] = (),
     ) -> None:
         refusals = SessionRefusals(writer.now)
         shown = VisibleState(writer, progress, refusals)
-        callers = Callers(CallerIdentity(CallerRole.OPERATOR, owner()), by_role=tls is not None)
+        holders = TokenHolders(writer.committed.tokens, writer.now)
+        callers = Callers(
+            CallerIdentity(CallerRole.OPERATOR, owner()), by_role=tls is not None, holder_of=holders.holder_of
+        )
         self._logs = LogProxy(writer, shown, token, str(tls or ""))
         self._health: Any = aio_health.HealthServicer()
         self._limits = limits
@@ -159,6 +165,7 @@ class MasterServer:
             token,
             _OPTIONS,
             revocations=revocations,
+            holder_of=holders.holder_of,
             # Its refusals are in no audit log: callers of a stand-by try again elsewhere, many times.
             first_interceptors=(*leader_first, AuditInterceptor(audit, callers)),
             more_interceptors=(limiter,),
@@ -171,18 +178,25 @@ class MasterServer:
         )
         self.agents = AgentService(writer, progress, callers, refusals, revocations, authority, checkpoints_kept_s)
         node_pb2_grpc.add_NodeServiceServicer_to_server(
-            NodeService(writer, shown, callers, self.agents.is_held, captures), self._server
+            NodeService(writer, shown, callers, self.agents.is_held, captures, lambda: self.token_address),
+            self._server,
         )
         agent_pb2_grpc.add_AgentServiceServicer_to_server(self.agents, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         if more_handlers:
             self._server.add_generic_rpc_handlers(tuple(more_handlers))
+        self._bind(listen, listen_tokens, tls)
+
+    def _bind(self, listen: str, listen_tokens: str, tls: Path | None) -> None:
+        self.token_address = ""
         if tls is None:
             self.address = self.local_address = bind(self._server, listen)
-        else:
-            self.address = bind(self._server, listen, server_credentials(tls))
-            self.local_address = bind(self._server, _LOCAL)
+            return
+        self.address = bind(self._server, listen, server_credentials(tls))
+        self.local_address = bind(self._server, _LOCAL)
+        if listen_tokens:
+            self.token_address = bind(self._server, listen_tokens, server_credentials(tls, is_mutual=False))
 
     async def start(self) -> None:
         """Accept calls. Until `lead`, health is NOT_SERVING."""

@@ -28,7 +28,7 @@ from ganger_master.core.desired_projection import DesiredSet
 from ganger_master.core.events import Effects, StoredChanges
 from ganger_master.core.gang_model import Gang, TimesliceGroup
 from ganger_master.core.job_model import JobMetric, JobRecord
-from ganger_master.core.node_model import Counters, Element, Node, Reservation
+from ganger_master.core.node_model import AccessToken, Counters, Element, Node, Reservation
 from ganger_master.core.queue import GrantedLease
 from ganger_master.core.state import State
 
@@ -114,6 +114,7 @@ class CommittedState:
         self.configuration_sets: dict[str, ConfigurationSet] = {}
         self.usage: dict[str, UserUsage] = {}
         self.reservations: dict[str, Reservation] = {}
+        self.tokens: dict[str, AccessToken] = {}
         self.counters = Counters()
         self.desired: dict[str, DesiredSet] = {}
         # In the order of their versions, so that what is newer than a version is the end of it.
@@ -140,6 +141,7 @@ class CommittedState:
             (self.sets, state.gangs.sets),
             (self.usage, state.usage),
             (self.reservations, state.reservations),
+            (self.tokens, state.tokens),
             (self.desired, {name: state.desired.of(name) for name in nodes}),
             (self.rows, {}),
         )
@@ -257,6 +259,8 @@ class CommittedState:
                 return self.usage, key
             case "reservation":
                 return self.reservations, key
+            case "access_token":
+                return self.tokens, key
             case _:
                 # No reader needs the ids of requests.
                 return {}, key

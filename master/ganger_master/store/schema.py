@@ -152,6 +152,11 @@ def _leases_and_users(operations: Operations) -> None:
         operations.add_column("writer", column)
 
 
+def _access_tokens(operations: Operations) -> None:
+    """Access tokens of people, by their digests."""
+    _create(operations, "access_tokens")
+
+
 # The first schema with leases: a master of an older one knows of no stand-by.
 LEASE_SCHEMA: Final = "0007"
 _CHANGES: Final[dict[str, Callable[[Operations], None]]] = {
@@ -160,5 +165,6 @@ _CHANGES: Final[dict[str, Callable[[Operations], None]]] = {
     "0003": _former_requests,
     "0004": _timeslice_groups,
     LEASE_SCHEMA: _leases_and_users,
+    "0008": _access_tokens,
 }
 NEWEST: Final = max(_CHANGES)

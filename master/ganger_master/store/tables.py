@@ -34,7 +34,7 @@ from ganger_master.core.gang_model import Gang, TimesliceGroup
 from ganger_master.core.job_model import JobRecord, Request
 from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.leader_lease import LeaderLease, LeaseCandidate
-from ganger_master.core.node_model import Counters, Element, Node, Reservation
+from ganger_master.core.node_model import AccessToken, Counters, Element, Node, Reservation
 
 Cell = int | float | str | None
 Row = tuple[Cell, ...]
@@ -202,6 +202,8 @@ _STATE_TABLES: Final = (
     _state_table("user_usages"),
     # Nodes that are kept for users or for maintenance.
     _state_table("reservations"),
+    # Of people; of each only the digest.
+    _state_table("access_tokens"),
 )
 
 events = Table(
@@ -327,6 +329,8 @@ def _order(element: Element) -> tuple[int, int, str]:
             return 6, 0, element.user
         case Reservation():
             return 7, 0, element.name
+        case AccessToken():
+            return 8, 0, element.name
 
 
 def _entry(history: HistoryRow) -> HistoryEntry:
