@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from ganger.injob.launcher.namespaces import LINKS
 from ganger.local_master import MADE, SHARED_DIRECTORY
-from ganger.service_unit import DAEMON_UNIT, unit_text
+from ganger.service_unit import DAEMON_UNIT, DROP_IN, unit_text
 from ganger.wire.tls import AUTHORITY, CERTIFICATE, KEY
 
 if TYPE_CHECKING:
@@ -207,7 +207,8 @@ class RemoteNode:
             await self._run(
                 "remove the unit",
                 f"grep -q '^{_MADE_UNIT}$' {_UNIT} 2>/dev/null || exit 0;"
-                f" systemctl disable --quiet {DAEMON_UNIT} 2>/dev/null; rm -f {_UNIT} && systemctl daemon-reload",
+                f" systemctl disable --quiet {DAEMON_UNIT} 2>/dev/null; rm -f {_UNIT}.d/{DROP_IN};"
+                f" rmdir {_UNIT}.d 2>/dev/null; rm -f {_UNIT} && systemctl daemon-reload",
             )
         prefix, state, tls = map(shlex.quote, (places.prefix, places.state, places.certificates))
         above = shlex.join(str(PurePosixPath(path).parent) for path in (places.certificates, places.state))

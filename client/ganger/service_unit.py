@@ -12,10 +12,20 @@ import shlex
 import socket
 from collections.abc import Sequence
 from contextlib import asynccontextmanager, suppress
+from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+# Lines that `ganger doctor --fix` adds to a unit, in the directory UNIT.d.
+DROP_IN: Final = "50-ganger-doctor.conf"
+UNITS: Final = Path("/etc/systemd/system")
+# Options of master and daemon that name a directory into which they write; the master writes what it issues into the
+# authority's.
+WRITTEN: Final = ("--state-dir", "--storage", "--authority")
+_DIRECTORIES: Final = (*WRITTEN, "--tls")
 
 Program = Literal["master", "daemon"]
 
@@ -91,6 +101,22 @@ def unit_text(program: Program, command: Sequence[str], *, user: str = "", writa
         return common + _DAEMON + _INSTALL
     prepare = _command_line(("/bin/sh", "-c", _PREPARE, "sh", user, *writable))
     return common + _MASTER.format(user=user, prepare=prepare, writable=" ".join(map(_word, writable))) + _INSTALL
+
+
+def directories_of(flags: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the options among these that name a directory, with their values, in both forms: apart, and by "="."""
+    apart = list(pairwise([*flags, ""]))
+    found = [(name, value) if name in _DIRECTORIES else tuple(name.split("=", 1)) for name, value in apart]
+    return [(one[0], one[1]) for one in found if len(one) == 2 and one[0] in _DIRECTORIES]
+
+
+def command_of(unit: str) -> list[str]:
+    """Return the words of the command in the text of a unit; none where there is no such line."""
+    line = next((line for line in unit.splitlines() if line.startswith("ExecStart=")), "")
+    try:
+        return [word.replace("%%", "%").replace("$$", "$") for word in shlex.split(line.partition("=")[2])]
+    except ValueError:
+        return []
 
 
 def _command_line(command: Sequence[str]) -> str:

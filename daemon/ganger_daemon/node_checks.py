@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import resource
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -17,10 +21,10 @@ from ganger_daemon.devices.virtual import choose_devices
 from ganger_daemon.images.contract import CAPABILITY
 from ganger_daemon.images.criu import choose_images
 from ganger_daemon.images.driver import choose_device_state
-from ganger_daemon.node.daemon_files import choose_run_directory
+from ganger_daemon.node.daemon_files import LOCK, choose_run_directory, is_run_name, run_bases
 
-# Level, subject, finding, advice.
-Found = tuple[str, str, str, str]
+# Level, subject, finding, advice, and what mends it and returns what it has done.
+Found = tuple[str, str, str, str] | tuple[str, str, str, str, Callable[[], str]]
 
 # Files that a daemon holds for each rank, times the ranks of a large node, and its streams.
 _LEAST_FILES: Final = 16_384
@@ -50,8 +54,8 @@ def findings(storage: Path | None, criu: str) -> tuple[Mapping[str, str], list[F
     finally:
         cgroups.tidy()
         devices.close()
-    found = [("FAIL", _SUBJECT, f"GPU {device}: {fault}", "") for device, fault in faults.items()]
-    found += [*_limits(), *_run_directory()]
+    found: list[Found] = [("FAIL", _SUBJECT, f"GPU {device}: {fault}", "") for device, fault in faults.items()]
+    found += [*_limits(), *_run_directory(), *stale_run_directories(run_bases())]
     return capabilities, found if storage is None else [*found, *_storage(storage)]
 
 
@@ -70,6 +74,72 @@ def _run_directory() -> Iterator[Found]:
     if shared.total < _LEAST_SHARED_BYTES:
         found = f"/dev/shm has {shared.total >> 20} MiB, which parked jobs and data loaders fill"
         yield "WARN", _SUBJECT, found, "mount it larger; of a container: --shm-size"
+
+
+# One that a daemon has made just now may not be locked yet.
+_LEAST_AGE_S: Final = 600.0
+
+
+def stale_run_directories(bases: Iterable[Path], least_age_s: float = _LEAST_AGE_S) -> Iterator[Found]:
+    """Yield the run directories below `bases` that are of daemons which are gone, with all of their jobs."""
+    directories = [path for base in bases if base.is_dir() for path in sorted(base.iterdir()) if is_run_name(path.name)]
+    unused = [path for path in directories if _is_unlocked(path) and time.time() - path.stat().st_mtime >= least_age_s]
+    if not unused:
+        return
+    # What the processes of jobs, launchers and daemons name, map, have open or listen at.
+    named = _named_by_processes([str(path) for path in unused])
+    for path in unused:
+        if str(path) not in named:
+            found = "a run directory of a daemon that is gone, and of no process"
+            yield "WARN", str(path), found, f"rm -r {path}", partial(_remove, path)
+
+
+def _is_unlocked(directory: Path) -> bool:
+    """Return whether no daemon has a run directory, and this user may remove it."""
+    try:
+        if directory.is_symlink() or directory.stat().st_uid != os.geteuid():
+            return False
+        lock = os.open(directory / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+    return True
+
+
+def _named_by_processes(paths: Sequence[str]) -> set[str]:
+    """Return those of the paths that a process names in its arguments or environment, maps, has open or listens at."""
+    texts = [Path("/proc/net/unix")]
+    links: list[Path] = []
+    for process in Path("/proc").glob("[0-9]*"):
+        if int(process.name) != os.getpid():
+            texts += [process / name for name in ("cmdline", "environ", "maps")]
+            links += [process / "cwd", process / "fd"]
+    found: set[str] = set()
+    for text in texts:
+        with suppress(OSError):
+            content = text.read_bytes()
+            found |= {path for path in paths if path.encode() in content}
+    for link in links:
+        with suppress(OSError):
+            for one in link.iterdir() if link.name == "fd" else (link,):
+                with suppress(OSError):
+                    target = os.readlink(one)
+                    found |= {path for path in paths if target.startswith(path)}
+    return found
+
+
+def _remove(directory: Path) -> str:
+    if not _is_unlocked(directory) or _named_by_processes([str(directory)]):
+        return "it is used again, and stays"
+    shutil.rmtree(directory)
+    return "removed it"
 
 
 def _storage(storage: Path) -> Iterator[Found]:

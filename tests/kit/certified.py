@@ -22,6 +22,11 @@ class Authority:
         self.name = name
         make_authority(self._own)
 
+    @property
+    def directory(self) -> Path:
+        """That of the authority itself, with its key."""
+        return self._own
+
     def issue(
         self, role: CallerRole | str, name: str, hosts: Sequence[str] | None = None, days: float = 1.0, to: str = ""
     ) -> Path:

@@ -150,7 +150,7 @@ TABLE = """
 /ganger.v1.NodeService/ListReservations        ---VT++++RR++RTT+XW
 /ganger.v1.NodeService/UpdateReservation       ---VT+RR+RRRRRTTRXW
 /ganger.v1.NodeService/DeleteReservation       ---VT+RR+RRRRRTTRXW
-/ganger.v1.NodeService/GetCluster              ---VT++++RR++RTT+XW
+/ganger.v1.NodeService/GetCluster              ---VT++++++++RTT+XW
 /ganger.v1.NodeService/RecordDecisions         ---VT+RR+RRRRRTTRXW
 /ganger.v1.NodeService/ListQuarantinedGangs    ---VT+RR+RRRRRTTRXW
 /ganger.v1.NodeService/EndQuarantinedGang      ---VT+RR+RRRRRTTRXW

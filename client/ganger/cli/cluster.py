@@ -10,7 +10,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -42,11 +41,6 @@ def _directory(_context: click.Context, _parameter: click.Parameter, path: str |
     if not found.startswith("/") or not found.strip("/") or not found.isprintable():
         raise click.BadParameter(f"{path!r}: name an absolute path, of a directory that is the daemon's alone")
     return found
-
-
-# Of master and daemon. The master writes what it issues into the authority's.
-_WRITTEN: Final = ("--state-dir", "--storage", "--authority")
-_DIRECTORIES: Final = (*_WRITTEN, "--tls")
 
 
 def _remote_options(command: Any) -> Any:
@@ -310,26 +304,19 @@ def unit(program: Any, flags: tuple[str, ...], user: str | None) -> None:
     ganger unit master -- --state-dir /var/lib/ganger/master --storage /shared/ganger \\
         > /etc/systemd/system/ganger-master.service
     """
-    from ganger.service_unit import unit_text
+    from ganger.service_unit import WRITTEN, directories_of, unit_text
 
-    named = _directories(flags)
+    named = directories_of(flags)
     relative = [path for _, path in named if not path.startswith("/")]
     if relative:
         raise click.UsageError(f"{relative[0]}: a unit needs absolute paths")
-    writable = [path for name, path in named if name in _WRITTEN]
+    writable = [path for name, path in named if name in WRITTEN]
     if program == "daemon" and user is not None:
         raise click.UsageError("--user is for masters: a daemon runs as root, and jobs as --accounts says")
     if program == "master" and "--state-dir" not in dict(named):
         raise click.UsageError("name the master's --state-dir: it may write into the directories that it is given only")
     command = (sys.executable, "-m", "ganger.cli.main", program, *flags)
     click.echo(unit_text(program, command, user=user or getpass.getuser(), writable=writable), nl=False)
-
-
-def _directories(flags: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the options among these that are directories, with their values, in both forms: apart, and by "="."""
-    apart = list(pairwise([*flags, ""]))
-    found = [(name, value) if name in _DIRECTORIES else tuple(name.split("=", 1)) for name, value in apart]
-    return [(one[0], one[1]) for one in found if len(one) == 2 and one[0] in _DIRECTORIES]
 
 
 def _places(where: dict[str, Any]) -> NodePlaces:

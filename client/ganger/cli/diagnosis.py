@@ -17,18 +17,21 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import suppress
 from importlib import metadata
 from importlib.metadata import entry_points
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from ganger.cli.checkout import require_server
+from ganger.cli.host_checks import FAIL, OK, WARN, Finding, certificate_finding, host_findings, mended
 from ganger.cli.options import json_option, number, open_client
 from ganger.console import CommandError, Directory, ExitCode, enum_text, plain, print_json, print_line
 from ganger.text import counted, os_failure
+from ganger.wire import times
 from ganger.wire.methods import VISIBLE_OF_JOB, VISIBLE_OF_SPEC
 
 if TYPE_CHECKING:
@@ -40,37 +43,30 @@ if TYPE_CHECKING:
 # Programs of a node add their checks of this machine here; a login node has none of them.
 ENTRY_POINTS: Final = "ganger.node_checks"
 
-OK, WARN, FAIL = "ok", "WARN", "FAIL"
-
-
-class Finding(NamedTuple):
-    """One thing that was looked at. `level`: OK, WARN (something could be better) or FAIL (jobs are harmed, or
-    cannot start); `advice`: what mends it, empty where nothing must."""
-
-    level: str
-    subject: str
-    found: str
-    advice: str = ""
-
 
 @click.command()
 @click.option("--storage", type=Directory(), help="Directory that all nodes see: check that this machine can use it.")
 @click.option("--tls", type=Directory(), help="Certificate (`ganger certs`) to check.")
 @click.option("--criu", metavar="PATH", default="", help="CRIU to check. Default: as a daemon would find it.")
+@click.option("--fix", is_flag=True, help="Mend what is marked with *: what has one right state, and no job feels.")
 @json_option
-def doctor(storage: Path | None, tls: Path | None, criu: str, as_json: bool) -> None:
+def doctor(storage: Path | None, tls: Path | None, criu: str, fix: bool, as_json: bool) -> None:
     """Check this machine as a node, the master that --master names, and all its nodes.
 
     Prints what was found and what to do. Ends with 4 if anything is marked FAIL.
     """
-    found = findings(storage, tls, criu)
-    if as_json:
-        print_json([finding._asdict() for finding in found])
-    else:
-        for finding in found:
+    found = []
+    for finding in _findings(storage, tls, criu):
+        # One after the other: what comes later may depend on what is mended.
+        finding = mended(finding) if fix else finding
+        found.append(finding)
+        if not as_json:
             print_line(f"{finding.level:4}  {finding.subject}: {finding.found}")
-            if finding.advice:
-                print_line(f"      -> {finding.advice}")
+            advice = f"mended: {finding.mended}" if finding.mended else finding.advice
+            if advice:
+                print_line(f"   {' ' if finding.mend is None or fix else '*'}  -> {advice}")
+    if as_json:
+        print_json(list(map(_plain, found)))
     failed = sum([finding.level == FAIL for finding in found])
     if failed:
         raise CommandError(f"{failed} of {counted(len(found), 'finding')} must be mended", ExitCode.REFUSED)
@@ -79,9 +75,14 @@ def doctor(storage: Path | None, tls: Path | None, criu: str, as_json: bool) -> 
         print(f"nothing must be mended; {warned} of {len(found)} could be better", file=sys.stderr)
 
 
-def findings(storage: Path | None, tls: Path | None, criu: str) -> list[Finding]:
-    """Return what was found of this machine, the master and its nodes; arguments as the options of `doctor`."""
-    return [*_of_this_machine(storage, tls, criu), *_of_the_cluster()]
+def _plain(finding: Finding) -> dict[str, Any]:
+    return {**finding._asdict(), "mend": finding.mend is not None}
+
+
+def _findings(storage: Path | None, tls: Path | None, criu: str) -> Iterator[Finding]:
+    """Yield what is found of this machine, the master and its nodes; arguments as the options of `doctor`."""
+    yield from _of_this_machine(storage, tls, criu)
+    yield from _of_the_cluster(tls)
 
 
 def _of_this_machine(storage: Path | None, tls: Path | None, criu: str) -> Iterator[Finding]:
@@ -96,23 +97,12 @@ def _of_this_machine(storage: Path | None, tls: Path | None, criu: str) -> Itera
         capabilities, findings = check.load()(storage, criu)
         yield from capability_findings("this machine", capabilities)
         yield from [Finding(*one) for one in findings]
-    if tls is not None:
-        yield certificate_finding(tls)
-
-
-def certificate_finding(directory: Path) -> Finding:
-    """Return whether a certificate can be used, and for how long."""
-    from ganger.wire.endpoints import CredentialError
-    from ganger.wire.tls import check_directory, ends_soon
-
-    subject = f"certificate {directory}"
-    try:
-        identity = check_directory(directory)
-        end, is_soon = ends_soon(directory)
-    except CredentialError as error:
-        return Finding(FAIL, subject, str(error))
-    advice = "make a new one: ganger certs renew" if is_soon else ""
-    return Finding(WARN if is_soon else OK, subject, f"of {identity}, until {end}", advice)
+    subjects = set()
+    for one in host_findings():
+        subjects.add(one.subject)
+        yield one
+    if tls is not None and (own := certificate_finding(tls)).subject not in subjects:
+        yield own
 
 
 _AS_ROOT: Final = "run the daemon as root, or in a systemd unit with Delegate=yes"
@@ -127,7 +117,7 @@ _CAPABILITIES: Final = (
         "image",
         "none",
         "only programs that write checkpoints, or can be run again, are moved",
-        "install CRIU 4 or newer, and run the daemon as root",
+        "install CRIU 4 or newer (apt-get install criu on Debian 13), and run the daemon as root",
     ),
     (
         "switch_user",
@@ -167,21 +157,31 @@ def capability_findings(subject: str, capabilities: Mapping[str, str]) -> Iterat
         yield Finding(OK, subject, f"cgroup {capabilities.get('cgroup', '?')}, image {capabilities.get('image', '?')}")
 
 
-def _of_the_cluster() -> Iterator[Finding]:
+def _of_the_cluster(tls: Path | None) -> Iterator[Finding]:
     from ganger import __version__
-    from ganger.wire.endpoints import EndpointError
-    from ganger.wire.errors import ApiError
+    from ganger.client import Client
+    from ganger.wire.endpoints import TLS_VARIABLE, EndpointError, find_endpoint
+    from ganger.wire.errors import ApiError, RoleNotPermitted
 
+    named = click.get_current_context().find_root().obj
+    nodes: list[Node] | None = None
     try:
-        with open_client() as client:
-            cluster, nodes = client.get_cluster(), client.list_nodes().nodes
+        own = str(tls) if tls is not None and not os.environ.get(TLS_VARIABLE) else None
+        with Client(find_endpoint(named, own)) as client:
+            began_s = time.time()
+            cluster = client.get_cluster()
+            ended_s = time.time()
+            with suppress(RoleNotPermitted):
+                nodes = list(client.list_nodes().nodes)
     except (EndpointError, ApiError, OSError) as error:
-        is_named = click.get_current_context().find_root().obj or os.environ.get("GANGER_MASTER")
         # Else there may be none yet.
+        is_named = named or os.environ.get("GANGER_MASTER")
         yield Finding(FAIL if is_named else WARN, "master", os_failure(error))
         return
-    yield from cluster_findings(cluster, __version__, len(nodes))
-    for node in sorted(nodes, key=lambda one: one.name):
+    yield from cluster_findings(cluster, __version__, None if nodes is None else len(nodes))
+    if cluster.HasField("current_time"):
+        yield clock_finding(times.unix_s(cluster.current_time), began_s, ended_s)
+    for node in sorted(nodes or (), key=lambda one: one.name):
         yield from node_findings(node)
         if node.version and node.version != cluster.version:
             found = f"its daemon has version {node.version}, the master {cluster.version}"
@@ -189,20 +189,39 @@ def _of_the_cluster() -> Iterator[Finding]:
             yield Finding(WARN, number(node.name), found, advice)
 
 
-def cluster_findings(cluster: Cluster, own_version: str, nodes: int) -> Iterator[Finding]:
-    """Yield what is to be said of a master by `GetCluster`. `nodes`: how many it knows."""
-    holds = f"{counted(nodes, 'node')}, {counted(cluster.devices, 'GPU')}"
+def cluster_findings(cluster: Cluster, own_version: str, nodes: int | None) -> Iterator[Finding]:
+    """Yield what is to be said of a master by `GetCluster`. `nodes`: how many it knows; None: this caller's role may
+    not list them."""
+    known = "nodes are for users and operators to see" if nodes is None else counted(nodes, "node")
+    holds = f"{known}, {counted(cluster.devices, 'GPU')}"
     found = f"version {cluster.version}, policy {cluster.policy}, {holds}"
     if cluster.version != own_version:
         yield Finding(WARN, "master", f"{found}; here is version {own_version}", "install the same version")
     else:
         yield Finding(OK, "master", found)
-    if not nodes:
+    if nodes == 0:
         yield Finding(FAIL, "master", "it has no node", "start a daemon: ganger daemon --master ...")
     if cluster.HasField("restore"):
         waits = " ".join([number(name) for name in cluster.restore.awaited_nodes]) or "nodes"
         found = f"its database was restored ({cluster.restore.reason}): it waits for {waits}"
         yield Finding(FAIL, "master", found, "start their daemons, or: ganger nodes quarantine go-on")
+
+
+# Above the first, times in logs of two machines cannot be compared; above the second, certificates may seem invalid.
+_CLOCK_WARN_S: Final = 1.0
+_CLOCK_FAIL_S: Final = 60.0
+
+
+def clock_finding(master_s: float, began_s: float, ended_s: float) -> Finding:
+    """Return how the master's clock differs from this machine's, by the time that it sent with an answer. All in Unix
+    seconds: the call began and ended then, by the clock here."""
+    ahead_s, unknown_s = master_s - (began_s + ended_s) / 2, (ended_s - began_s) / 2
+    least_s = max(0.0, abs(ahead_s) - unknown_s)
+    found = f"that of the master is {abs(ahead_s):.3f} s {'ahead' if ahead_s > 0 else 'behind'} (± {unknown_s:.3f} s)"
+    if least_s <= _CLOCK_WARN_S:
+        return Finding(OK, "clock", found)
+    level = FAIL if least_s > _CLOCK_FAIL_S else WARN
+    return Finding(level, "clock", found, "synchronise the clocks of all machines (chrony, systemd-timesyncd)")
 
 
 _STATES: Final = {
@@ -285,7 +304,7 @@ def _parts() -> Iterator[tuple[str, bytes]]:
     from ganger.wire.errors import ApiError
 
     yield "machine.json", _json(_machine())
-    yield "doctor.json", _json([finding._asdict() for finding in findings(None, None, "")])
+    yield "doctor.json", _json(list(map(_plain, _findings(None, None, ""))))
     for name, take in _TAKEN.items():
         try:
             with open_client() as client:

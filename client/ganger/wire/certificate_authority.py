@@ -134,6 +134,15 @@ def renewal_time(certificate: bytes) -> tuple[datetime, datetime]:
     return end - (end - begin) / 3, end
 
 
+def life_of(directory: Path) -> timedelta:
+    """Return for how long the certificate in a directory was made. Raises CertificateError."""
+    try:
+        found = x509.load_pem_x509_certificate((directory / CERTIFICATE).read_bytes())
+    except (OSError, ValueError) as error:
+        raise CertificateError(f"{directory / CERTIFICATE} cannot be read: {error}") from error
+    return found.not_valid_after_utc - found.not_valid_before_utc - _BEFORE
+
+
 def request_renewal() -> tuple[bytes, bytes]:
     """Return a new key and a request for a certificate of it (RFC 2986), in PEM form. The names are those of the
     certificate with which the request comes."""

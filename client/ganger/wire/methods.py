@@ -127,7 +127,8 @@ METHODS: dict[str, Method] = {
         Method(f"{_NODES}/ListReservations", _READERS),
         Method(f"{_NODES}/UpdateReservation", _OPERATORS),
         Method(f"{_NODES}/DeleteReservation", _OPERATORS),
-        Method(f"{_NODES}/GetCluster", _READERS),
+        # A daemon's certificate is what a node has: `ganger doctor` compares clocks and versions there.
+        Method(f"{_NODES}/GetCluster", _READERS | _DAEMONS),
         Method(f"{_NODES}/ListQuarantinedGangs", _OPERATORS),
         # Second calls would find nothing to do although the first were taken.
         Method(f"{_NODES}/EndQuarantinedGang", _OPERATORS, is_idempotent=False),

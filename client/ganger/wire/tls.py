@@ -195,9 +195,12 @@ def tell_end(directory: Path) -> None:
 
 
 def ends_soon(directory: Path) -> tuple[str, bool]:
-    """Return the day on which a certificate ends, and whether that is soon enough to need a new one."""
-    first, *_ = _certificates(directory / CERTIFICATE)
-    end = first.not_valid_after_utc
+    """Return the day on which a certificate ends, and whether that is soon enough to need a new one. Raises
+    CredentialError."""
+    if not (found := _certificates(directory / CERTIFICATE)):
+        _read(directory / CERTIFICATE)
+        raise CredentialError(f"{directory / CERTIFICATE} holds no certificate in PEM form")
+    end = found[0].not_valid_after_utc
     return _day(end), end - datetime.now(UTC) < _SOON
 
 

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import pwd
+import re
 import shutil
 import stat
 import subprocess
@@ -462,14 +463,24 @@ def choose_run_directory(state: Path, node: Mapping[str, Any]) -> Path:
     former = str(node.get("run_directory") or "")
     if former and os.access(former, os.W_OK):
         return Path(former)
+    base = next((path for path in run_bases() if _is_usable(path)), state / "run")
+    return base / _short(str(node["machine_uuid"]))
+
+
+def run_bases() -> tuple[Path, ...]:
+    """Return the directories in a tmpfs, of this user's daemons, in which a daemon has its run directory."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    tmpfs = (
+    bases = (
         Path("/run/ganger") if os.geteuid() == 0 else None,
         Path(runtime) / "ganger" if runtime else None,
         Path(f"/dev/shm/ganger-{os.getuid()}"),
     )
-    base = next((path for path in tmpfs if path is not None and _is_usable(path)), state / "run")
-    return base / _short(str(node["machine_uuid"]))
+    return tuple(path for path in bases if path is not None)
+
+
+def is_run_name(name: str) -> bool:
+    """Return whether a run directory of a daemon may have this name."""
+    return re.fullmatch(r"[0-9a-f]{12}", name) is not None
 
 
 def _is_usable(path: Path) -> bool:
