@@ -104,7 +104,7 @@ gpu: ## what Ganger does on this machine's GPU, as docs/measurements/gpu-NAME (e
 	@tools/fetch_criu.sh $(GPU_VENV)/criu $(GPU_VENV)/bin/criu || echo "without CRIU: no images of processes" >&2
 	@$(GPU_VENV)/bin/python -m benchmarks.gpu_page $(if $(QUICK),--quick)
 
-install-check: $(STAMP) ## as root: install and remove on two machines made with systemd-nspawn (three minutes, the first time ten)
+install-check: $(STAMP) ## as root: install, remove and upgrade on two machines made with systemd-nspawn (six minutes, the first time 15)
 	@$(BIN)/python -m benchmarks.installation
 
 anchors: $(STAMP) ## ganger against the papers' policies on real traces (hours; goes on where it was stopped)

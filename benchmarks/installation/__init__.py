@@ -1,1 +1,1 @@
-"""Installation and removal on machines of their own: `make install-check`."""
+"""Installation, removal and upgrade on machines of their own: `make install-check`."""

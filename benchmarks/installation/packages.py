@@ -6,6 +6,7 @@ All of it is made once, in a directory that is kept between runs.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -24,17 +25,20 @@ USER: Final = "ann"
 _SUITE: Final = "bookworm"
 _PACKAGES: Final = "systemd,systemd-sysv,dbus,python3,python3-venv,openssh-server,iproute2,procps,ca-certificates"
 _TRAINING: Final = ("torch", "numpy", "scikit-learn")
+_RELEASED: Final = re.compile(r"^## ([0-9]+\.[0-9]+\.[0-9]+) – [0-9]{4}-", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Supplies:
-    """`base`: the root of every machine. `wheels`: packages, with `current`, the wheel of Ganger, as the
-    machines see it. `environment`: of the user."""
+    """`base`: the root of every machine. `wheels`: packages, with `current` and `previous`, wheels of Ganger.
+    `environment`: of the user. `previous_commit`: of which `previous` was built."""
 
     base: Path
     wheels: Path
     environment: Path
     current: str
+    previous: str
+    previous_commit: str
 
     @classmethod
     def read(cls, text: str) -> Supplies:
@@ -43,19 +47,44 @@ class Supplies:
         return cls(**found | {name: Path(found[name]) for name in ("base", "wheels", "environment")})
 
 
+def previous_release() -> str:
+    """Return the commit of the previous release: the last tag v*, else the commit that dated the changelog's newest
+    released version. Raises CheckError in a checkout without history."""
+    tag = subprocess.run(
+        ("git", "-C", str(ROOT), "describe", "--tags", "--abbrev=0", "--match=v*"),
+        capture_output=True, text=True, check=False,
+    ).stdout.strip()  # fmt: skip
+    if tag:
+        return run("git", "-C", str(ROOT), "rev-list", "-n1", tag).strip()
+    line = f"## {newest_release((ROOT / 'CHANGELOG.md').read_text())} – "
+    found = run("git", "-C", str(ROOT), "log", "--reverse", "--format=%H", f"-S{line}", "--", "CHANGELOG.md").split()
+    if not found:
+        raise CheckError(f"no commit of this checkout added {line!r} to CHANGELOG.md: fetch its history")
+    return found[0]
+
+
+def newest_release(changelog: str) -> str:
+    """Return the newest version that a changelog dates. Raises CheckError."""
+    if (released := _RELEASED.search(changelog)) is None:
+        raise CheckError("CHANGELOG.md names no released version")
+    return released[1]
+
+
 def supplies(directory: Path) -> Supplies:
     """Make what is missing in the directory; the current wheel is built anew."""
     directory.mkdir(parents=True, exist_ok=True)
+    commit = previous_release()
     wheels = directory / "wheels"
     wheels.mkdir(exist_ok=True)
     for old in wheels.glob("ganger-*.whl"):
         old.unlink()
+    previous = _built_of_commit(commit, wheels)
     current = _built(ROOT, wheels)
     _download(wheels, current)
     base, environment = directory / "base", directory / "env"
     _make_base(base)
     _make_environment(base, wheels, environment)
-    return Supplies(base, wheels, environment, f"{WHEELS}/{current}")
+    return Supplies(base, wheels, environment, f"{WHEELS}/{current}", f"{WHEELS}/{previous}", commit)
 
 
 def _built(checkout: Path, wheels: Path) -> str:
@@ -66,12 +95,21 @@ def _built(checkout: Path, wheels: Path) -> str:
         if done.returncode != 0:
             raise CheckError(f"cannot build the wheel of {checkout}: {done.stderr.strip()[-1000:]}")
         (made,) = Path(out).glob("*.whl")
+        if (wheels / made.name).exists():
+            raise CheckError(f"{made.name}: both releases have one version; raise it in pyproject.toml")
         shutil.copy(made, wheels)
         return made.name
 
 
+def _built_of_commit(commit: str, wheels: Path) -> str:
+    with tempfile.TemporaryDirectory() as checkout:
+        packed = subprocess.run(("git", "-C", str(ROOT), "archive", commit), capture_output=True, check=True).stdout
+        subprocess.run(("tar", "-x", "-C", checkout), input=packed, check=True)
+        return _built(Path(checkout), wheels)
+
+
 def _download(wheels: Path, current: str) -> None:
-    """Fetch the packages that Ganger and the user's environment need, for Python of the base."""
+    """Fetch the packages that both releases and the user's environment need, for Python of the base."""
     wanted = (f"{wheels / current}[server,ssh]", *_TRAINING, "setuptools")
     ready = wheels / ".ready"
     # What Ganger requires may have changed since they were fetched.

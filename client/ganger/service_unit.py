@@ -100,7 +100,9 @@ def unit_text(program: Program, command: Sequence[str], *, user: str = "", writa
     if program == "daemon":
         return common + _DAEMON + _INSTALL
     prepare = _command_line(("/bin/sh", "-c", _PREPARE, "sh", user, *writable))
-    return common + _MASTER.format(user=user, prepare=prepare, writable=" ".join(map(_word, writable))) + _INSTALL
+    # With "-" a directory may be missing, as it is when systemd (252) runs what makes it.
+    paths = " ".join([_word(f"-{path}") for path in writable])
+    return common + _MASTER.format(user=user, prepare=prepare, writable=paths) + _INSTALL
 
 
 def directories_of(flags: Sequence[str]) -> list[tuple[str, str]]:

@@ -50,16 +50,16 @@ def test_jobs_outlive_the_unit_of_a_daemon_and_the_master_writes_into_its_direct
     daemon = unit("daemon", "--", "--state-dir", "/d")
     assert {"KillMode=process", "Delegate=yes", "Type=notify"} <= set(daemon.splitlines())
     master = unit("master", "--user", "ganger", "--", "--state-dir", "/m", "--storage", "/s")
-    assert {"User=ganger", "ProtectSystem=strict", "ReadWritePaths=/m /s"} <= set(master.splitlines())
+    assert {"User=ganger", "ProtectSystem=strict", "ReadWritePaths=-/m -/s"} <= set(master.splitlines())
     assert f"ExecStart={sys.executable} -m ganger.cli.main master --state-dir /m --storage /s" in master.splitlines()
 
 
 @pytest.mark.parametrize(
     ("flags", "writable"),
     [
-        (("--state-dir=/m", "--storage=/s"), "/m /s"),
-        (("--state-dir", "/m", "--authority", "/etc/ganger/ca"), "/m /etc/ganger/ca"),
-        (("--state-dir", "/a b/100%/$x"), '"/a b/100%%/$x"'),
+        (("--state-dir=/m", "--storage=/s"), "-/m -/s"),
+        (("--state-dir", "/m", "--authority", "/etc/ganger/ca"), "-/m -/etc/ganger/ca"),
+        (("--state-dir", "/a b/100%/$x"), '"-/a b/100%%/$x"'),
     ],
 )
 def test_a_master_writes_into_all_its_directories_however_they_are_named(flags: tuple[str, ...], writable: str) -> None:

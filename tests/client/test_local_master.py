@@ -73,7 +73,7 @@ def test_directories_let_the_accounts_of_jobs_through_whatever_the_umask_is(
 
 def test_the_master_may_write_what_it_is_given_and_others_see_none_of_it(places: MasterPlaces, tmp_path: Path) -> None:
     made(places, tmp_path / "storage")
-    writable = f"ReadWritePaths={places.state} {places.authority} {tmp_path / 'storage'}\n"
+    writable = f"ReadWritePaths=-{places.state} -{places.authority} -{tmp_path / 'storage'}\n"
     assert writable in places.unit.read_text()
     assert all(directory.stat().st_mode & 0o777 == 0o700 for directory in places.directories)
 
