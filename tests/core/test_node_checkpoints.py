@@ -88,6 +88,33 @@ def test_a_checkpoint_names_only_nodes_of_the_cluster() -> None:
     assert drive.job(number).checkpoint.nodes == ("n2",)  # type: ignore[union-attr]
 
 
+def test_a_copy_that_is_made_after_the_publication_is_recorded_too() -> None:
+    drive = DiskDrive(nodes=2)
+    number = drive.submit(job_of(4))
+    drive.start(number)
+    drive.runs(number)
+    gang = drive.state.gangs[drive.job(number).epoch]
+    (home,) = gang.nodes
+    other = "n2" if home == "n1" else "n1"
+    alone = Checkpoint(40, gang.epoch, f"checkpoints/40-{gang.epoch}", 1, 1.0, (home,))
+    copied = replace(alone, nodes=(home, other))
+    # A daemon that has restarted reports its own disk only.
+    for reported, recorded in ((alone, alone), (copied, copied), (alone, copied)):
+        drive.observe(home, replace(drive.report(gang, ObservedPhase.RUNNING, 40), checkpoint=reported))
+        assert drive.job(number).checkpoint == recorded
+
+
+def test_a_daemon_is_given_also_the_addresses_of_nodes_that_are_away() -> None:
+    drive = DiskDrive(nodes=2)
+    nodes = drive.state.nodes
+    for name in ("n1", "n2"):
+        drive.state.put_node(replace(nodes[name], stream_address=f"{name}:2", silent=name == "n1"))
+    assert node_checkpoints.streams_of(nodes, ["n1", "n2", "n9"]) == ["n2:2", "n1:2"]
+    # Never none, by which it would look on storage.
+    drive.state.put_node(replace(nodes["n1"], stream_address=""))
+    assert node_checkpoints.streams_of(nodes, ["n1"]) == [""]
+
+
 def test_while_no_node_has_it_the_job_waits_and_why_says_for_which() -> None:
     drive = DiskDrive(nodes=2)
     number = suspended_on(drive)

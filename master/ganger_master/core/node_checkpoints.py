@@ -43,6 +43,16 @@ def sources(nodes: Mapping[str, Node], names: Collection[str]) -> list[Node]:
     return [node for node in found if node.heard and not (node.lost or node.silent)]
 
 
+def streams_of(nodes: Mapping[str, Node], names: Collection[str]) -> list[str]:
+    """Return the addresses at which the named nodes give a checkpoint, those that can give it now first.
+
+    A node that is away has one, too, if only an empty one: without it, a daemon would look for the checkpoint on
+    storage, or take it for lost because another node does not have it."""
+    there = sources(nodes, names)
+    away = [nodes[name] for name in names if name in nodes and nodes[name] not in there]
+    return [node.stream_address for node in (*there, *away)]
+
+
 def away(nodes: Mapping[str, Node], job: JobRecord) -> Refusal | None:
     """Return why a job cannot start from its checkpoint now: no node that has it is there. None if it can, and where
     the checkpoint is gone for good: then it starts from an earlier one."""

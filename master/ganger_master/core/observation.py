@@ -263,8 +263,13 @@ def _learn_checkpoint(state: State, node: str, observed: ObservedGang, checkpoin
     if checkpoint.epoch > observed.epoch:
         return
     checkpoint = replace(checkpoint, nodes=tuple([name for name in checkpoint.nodes if name in state.nodes]))
-    if ending.is_newer(checkpoint, job.checkpoint):
+    known = job.checkpoint
+    if known is None or ending.is_newer(checkpoint, known):
         ending.record(state, job, checkpoint, now, f"epoch:{observed.epoch}")
+    elif checkpoint.path == known.path and known.nodes and (more := set(checkpoint.nodes).difference(known.nodes)):
+        # It is reported once it is published, and again once another node has a copy.
+        nodes = (*known.nodes, *sorted(more))
+        state.put_job(replace(job, checkpoint=replace(known, nodes=nodes)))
 
 
 def _common(gang: Gang) -> Capabilities:

@@ -210,8 +210,8 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         for sent in message.gangs:
             gang = gangs[sent.epoch]
             if gang.restore.checkpoint_nodes:
-                sources = node_checkpoints.sources(nodes, gang.restore.checkpoint_nodes)
-                sent.restore.checkpoint_streams.extend([node.stream_address for node in sources])
+                streams = node_checkpoints.streams_of(nodes, gang.restore.checkpoint_nodes)
+                sent.restore.checkpoint_streams.extend(streams)
             if gang.checkpoint_copies > 1:
                 members = [member.node for member in gang.members]
                 others = node_checkpoints.copy_candidates(nodes, members, gang.checkpoint_copies)
