@@ -208,6 +208,35 @@ def test_that_a_checkpoint_cannot_be_published_yet_is_told_at_once_and_once(tmp_
     assert told == ["the checkpoint at step 9 is not published yet: storage is away"]
 
 
+def test_a_member_that_gives_up_waiting_does_not_have_the_checkpoint_published_twice(tmp_path: Path) -> None:
+    published: list[str] = []
+
+    async def story() -> None:
+        is_begun, may_end = asyncio.Event(), asyncio.Event()
+
+        async def run(function: Callable[..., object], *args: object) -> object:
+            published.append(function.__name__)
+            is_begun.set()
+            await may_end.wait()
+            return function(*args)
+
+        keeper = GangCheckpoints(UID, 1, 1, True, publish_here, no_leader, lambda: None, run=run)
+        shards = write_shards(tmp_path / UID / "checkpoints", 9, 1, 1)
+        first = asyncio.create_task(keeper.gather(tmp_path, 5, 9, shards))
+        await is_begun.wait()
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        again = asyncio.create_task(keeper.gather(tmp_path, 5, 9, shards))
+        await asyncio.sleep(0)
+        may_end.set()
+        await again
+        assert keeper.is_settled(5)
+
+    asyncio.run(story())
+    assert published == ["_publish_now"]
+
+
 def test_a_member_is_done_only_when_the_leader_has_published(tmp_path: Path) -> None:
     answers = [False, True]
 

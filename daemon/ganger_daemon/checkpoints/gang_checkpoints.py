@@ -105,6 +105,7 @@ class GangCheckpoints:
         self._refused: dict[int, str] = {}
         self._reported_refusal = 0  # The agreement whose refusal the leader has received
         self._lock = asyncio.Lock()
+        self._gathering: set[asyncio.Future[None]] = set()
         self._retry_at = 0.0
         self._next_report_s = _FIRST_REPORT_S
         self.published: FoundCheckpoint | None = None
@@ -210,8 +211,17 @@ class GangCheckpoints:
     async def gather(
         self, storage: Path, agreement: int, step: int, shards: tuple[Shard, ...], place: str = CHECKPOINTS
     ) -> None:
-        """Leader's side: add shards of some ranks, and publish once all are there."""
+        """Leader's side: add shards of some ranks, and publish once all are there.
+
+        It goes on where its caller is cancelled: fetching shards and making a copy take longer than a member waits for
+        an answer, and a second try would write the same files."""
         assert self._leads, "only the leader gathers shards"
+        gathering = asyncio.ensure_future(self._gather(storage, agreement, step, shards, place))
+        self._gathering.add(gathering)
+        gathering.add_done_callback(self._gathering.discard)
+        await asyncio.shield(gathering)
+
+    async def _gather(self, storage: Path, agreement: int, step: int, shards: tuple[Shard, ...], place: str) -> None:
         async with self._lock:
             collection = self._collections.get(agreement, ShardCollection(self._world, step, place=place))
             collection = collection.add(step, shards)
