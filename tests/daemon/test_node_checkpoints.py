@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 from daemon.test_checkpoints import write_shards
 from ganger.injob.launcher.process_record import publish
+from ganger_daemon.checkpoints import node_checkpoints
 from ganger_daemon.checkpoints.node_checkpoints import (
     CheckpointFile,
     Fetcher,
@@ -146,3 +151,86 @@ def test_what_is_removed_is_named_and_the_rest_stays(fetcher: Fetcher) -> None:
     published(disk, 9)
     remove(disk, [KeptCheckpoint(UID, "checkpoints/9-2")], ())
     assert not (disk / UID).exists()
+
+
+def test_two_that_want_one_checkpoint_fetch_it_once(
+    source: Path, stream: str, fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_is_at_it, both_are_there = threading.Event(), threading.Event()
+    receive, received = Fetcher._receive, []
+
+    def slow(self: Fetcher, *args: object) -> int:
+        received.append(args)
+        one_is_at_it.set()
+        assert both_are_there.wait(20)
+        return receive(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Fetcher, "_receive", slow)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(fetcher.checkpoint, [stream], UID, PATH, None)
+        assert one_is_at_it.wait(20)
+        second = pool.submit(fetcher.checkpoint, [stream], UID, PATH, None)
+        both_are_there.set()
+        assert first.result(20).step == second.result(20).step == 7
+    assert len(received) == 3
+
+
+def test_a_source_that_cannot_open_a_file_just_now_may_answer_later(
+    source: Path, stream: str, fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(base: Path, name: str) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(node_checkpoints, "_opened", none_left)
+        with pytest.raises(StreamError) as caught:
+            CheckpointFile(source, StreamRequest("t", UID, 0, 0, 0, 0, f"{PATH}/{MANIFEST}"))
+    assert caught.value.retry
+
+
+def test_a_copy_that_is_lost_does_not_stand_for_one_whose_node_is_away(stream: str, fetcher: Fetcher) -> None:
+    path = "checkpoints/9-2"
+    with pytest.raises(FetchError, match="not here") as caught:
+        fetcher.checkpoint([stream], UID, path, None)
+    assert caught.value.is_lasting
+    for away in ("127.0.0.1:1", ""):
+        with pytest.raises(FetchError, match="not here") as caught:
+            fetcher.checkpoint([stream, away], UID, path, None)
+        assert not caught.value.is_lasting
+
+
+def test_a_shard_of_an_earlier_stop_at_the_same_step_is_fetched_anew(tmp_path: Path, fetcher: Fetcher) -> None:
+    (disk := tmp_path / "member").mkdir()
+    tmp, _ = directories(disk, UID, 2, 7)
+    shards = write_shards(tmp.parent, 7, 2, 2)
+    unfinished, _ = directories(fetcher.directory, UID, 2, 7)
+    write_shards(unfinished.parent, 7, 2, 2)
+    stale = unfinished / "rank-1.shard"
+    content = stale.read_bytes()
+    stale.write_bytes(content[:-20] + bytes([content[-20] ^ 1]) + content[-19:])
+    server = StreamServer(partial(CheckpointFile, disk), "t")
+    server.start()
+    try:
+        fetcher.shard(server.address, UID, unfinished, shards[1], None)
+        assert stale.read_bytes() == content
+        with pytest.raises(StreamError, match="not the one that its node reported"):
+            fetcher.shard(server.address, UID, unfinished, replace(shards[1], digest="another"), None)
+    finally:
+        server.close()
+
+
+def test_a_file_that_its_job_cuts_off_on_the_way_ends_the_stream(
+    source: Path, fetcher: Fetcher, tmp_path: Path
+) -> None:
+    class Cut(CheckpointFile):
+        def progress(self) -> tuple[int, int]:
+            size, filled = super().progress()
+            return size + 1, filled + 1
+
+    server = StreamServer(partial(Cut, source), "t")
+    server.start()
+    try:
+        with pytest.raises(FetchError, match="closed the connection before the file was complete"):
+            fetcher.checkpoint([server.address], UID, PATH, None)
+    finally:
+        server.close()

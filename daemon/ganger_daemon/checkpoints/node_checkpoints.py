@@ -11,23 +11,29 @@ import os
 import re
 import shutil
 import stat
+import tempfile
+import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
+from weakref import WeakValueDictionary
 
 from ganger.injob.launcher.process_record import sync
+from ganger.injob.state_image import ImageError
 from ganger.text import os_failure
 from ganger.wire.endpoints import EndpointError
 
 from ganger_daemon.checkpoints.storage import (
+    LASTING,
     MANIFEST,
     PLACES,
     Manifest,
     Shard,
     Unreadable,
     complete,
+    describe_shard,
     give_storage,
     parse_final,
     read_manifest,
@@ -36,7 +42,7 @@ from ganger_daemon.checkpoints.storage import (
     verify,
 )
 from ganger_daemon.node.accounts import Account
-from ganger_daemon.node.daemon_files import remove_tree
+from ganger_daemon.node.daemon_files import INCOMING, remove_tree
 from ganger_daemon.transfer.state_stream import (
     LINE_S,
     StreamError,
@@ -54,7 +60,6 @@ _FILE: Final = re.compile(rf"({re.escape(MANIFEST)}|rank-\d+\.shard)")
 _OPEN: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _PIECE_BYTES: Final = 1 << 20
 _MANIFEST_MOST_BYTES: Final = 16 << 20
-_INCOMING: Final = ".incoming"
 _ATTEMPTS: Final = 4
 # What a node reports at most; of further ones nothing is removed.
 KEPT_MOST: Final = 1_000
@@ -87,7 +92,9 @@ class CheckpointFile:
             with _opened(directory, f"{request.job_uid}/{folder}") as parent:
                 self._descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=parent)
         except OSError as error:
-            raise StreamError(f"{request.file} is not here: {os_failure(error)}", retry=False) from error
+            # A daemon that is out of descriptors, for one, has it nevertheless.
+            is_lasting = error.errno in LASTING
+            raise StreamError(f"{request.file} is not here: {os_failure(error)}", retry=not is_lasting) from error
         status = os.fstat(self._descriptor)
         self._size = status.st_size
         if not stat.S_ISREG(status.st_mode) or not self._size:
@@ -104,6 +111,19 @@ class CheckpointFile:
         return self._descriptor
 
 
+_locks: WeakValueDictionary[Path, threading.Lock] = WeakValueDictionary()
+_locks_guard = threading.Lock()
+
+
+def _lock_of(final: Path) -> threading.Lock:
+    """Return the lock of a checkpoint's place on this node's disk."""
+    with _locks_guard:
+        lock = _locks.get(final)
+        if lock is None:
+            lock = _locks[final] = threading.Lock()
+        return lock
+
+
 @contextmanager
 def _opened(base: Path, name: str) -> Iterator[int]:
     """Open a directory below `base`, no step to which may be a link. Raises OSError."""
@@ -116,6 +136,15 @@ def _opened(base: Path, name: str) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _is_same(path: Path, shard: Shard) -> bool:
+    """Return whether a file is a shard as its node described it. Blocks. Raises OSError."""
+    try:
+        found = describe_shard(path)
+    except (FileNotFoundError, ImageError):
+        return False
+    return (found.size_bytes, found.digest) == (shard.size_bytes, shard.digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +161,14 @@ class Fetcher:
         folder = f"{unfinished.parent.name}/{unfinished.name}"
         with _opened(self.directory, f"{job_uid}/{folder}") as parent:
             name = shard_name(shard.rank)
+            # One of the same size may be of an earlier stop at this step.
+            if _is_same(unfinished / name, shard):
+                return
             with suppress(FileNotFoundError):
-                if os.stat(name, dir_fd=parent, follow_symlinks=False).st_size == shard.size_bytes:
-                    return
                 os.unlink(name, dir_fd=parent)
-            size = self._file(stream, job_uid, f"{folder}/{name}", parent, name, shard.size_bytes, account)
-            if size != shard.size_bytes:
-                raise StreamError(f"{name} has {size} bytes at its node, which reported {shard.size_bytes}")
+            self._file(stream, job_uid, f"{folder}/{name}", parent, name, shard.size_bytes, account)
+            if not _is_same(unfinished / name, shard):
+                raise StreamError(f"{name} is not the one that its node reported")
 
     def checkpoint(self, streams: Sequence[str], job_uid: str, path: str, account: Account | None) -> Manifest:
         """Return the manifest of a checkpoint on this node's disk, fetched from the first of `streams` that has it if
@@ -146,8 +176,12 @@ class Fetcher:
         final = self.directory / job_uid / path
         if not (_UID.fullmatch(job_uid) and _DIRECTORY.fullmatch(path)) or parse_final(final.name) is None:
             raise FetchError(f"{path} of {job_uid} is no checkpoint")
-        if isinstance(found := verify(final), Manifest):
-            return found
+        # A start and a copy may want the same one: the second finds what the first has fetched, and replaces nothing.
+        with _lock_of(final):
+            found = verify(final)
+            return found if isinstance(found, Manifest) else self._from_first(streams, job_uid, path, account)
+
+    def _from_first(self, streams: Sequence[str], job_uid: str, path: str, account: Account | None) -> Manifest:
         reasons, is_lasting = [], bool(streams)
         for stream in streams:
             try:
@@ -158,13 +192,15 @@ class Fetcher:
         raise FetchError("; ".join(reasons) or "no node that has it is there", is_lasting)
 
     def _whole(self, stream: str, job_uid: str, path: str, account: Account | None) -> Manifest:
-        incoming = self.directory / _INCOMING / f"{job_uid}-{Path(path).name}"
-        remove_tree(incoming)
-        incoming.mkdir(parents=True, mode=0o700)
+        (self.directory / INCOMING).mkdir(mode=0o700, exist_ok=True)
+        incoming = Path(tempfile.mkdtemp(prefix=f"{job_uid}-", dir=self.directory / INCOMING))
+        # By its final name it is verified: epoch and step are part of it.
+        staged = incoming / Path(path).name
         try:
-            with _opened(incoming, "") as parent:
+            staged.mkdir(mode=0o700)
+            with _opened(staged, "") as parent:
                 self._file(stream, job_uid, f"{path}/{MANIFEST}", parent, MANIFEST, _MANIFEST_MOST_BYTES, account)
-                manifest = read_manifest(incoming)
+                manifest = read_manifest(staged)
                 if missing := room_missing(self.directory, manifest.size_bytes):
                     raise OSError(errno.ENOSPC, f"{missing} bytes are missing on this node", str(self.directory))
                 for name, entry in sorted(manifest.files.items()):
@@ -173,19 +209,13 @@ class Fetcher:
                     self._file(stream, job_uid, f"{path}/{name}", parent, name, entry.bytes, account)
                 if account is not None:
                     os.fchown(parent, account.uid, account.gid)
-            # By its final name it is verified: epoch and step are part of it.
-            staged = incoming.with_name(f"{incoming.name}.d") / Path(path).name
-            remove_tree(staged.parent)
-            staged.parent.mkdir(mode=0o700)
-            incoming.rename(staged)
             found = verify(staged)
             if isinstance(found, Unreadable):
-                raise ValueError(f"it is damaged: {found.why}")
+                raise ValueError(f"it is damaged: {found.why}") if found.is_lasting else OSError(found.why)
             self._settle(staged, job_uid, path, account)
             return found
         finally:
             remove_tree(incoming)
-            remove_tree(incoming.with_name(f"{incoming.name}.d"))
 
     def _settle(self, staged: Path, job_uid: str, path: str, account: Account | None) -> None:
         """Move a verified checkpoint to its place."""
@@ -216,7 +246,7 @@ class Fetcher:
                 try:
                     size = self._receive(stream, request, target, most_bytes)
                     break
-                except (StreamError, TimeoutError, ConnectionError) as error:
+                except (StreamError, TimeoutError, BlockingIOError, ConnectionError) as error:
                     if attempt == _ATTEMPTS or (isinstance(error, StreamError) and not error.retry):
                         raise
             target.flush()
@@ -268,8 +298,13 @@ def remove(directory: Path, removable: Collection[KeptCheckpoint], live: Collect
             continue
         with suppress(OSError), _opened(directory, f"{job_uid}/{place}") as parent:
             # Renamed first, so that no reader finds half of one under its name.
+            with suppress(FileNotFoundError):
+                # A daemon was killed while it removed a former one.
+                shutil.rmtree(f".trash-{name}", dir_fd=parent)
             os.rename(name, f".trash-{name}", src_dir_fd=parent, dst_dir_fd=parent)
             shutil.rmtree(f".trash-{name}", dir_fd=parent)
     for job_uid in {job_uid for job_uid, _ in removable if _UID.fullmatch(job_uid)}.difference(live):
-        if not any(complete(directory / job_uid / place) for place in PLACES):
-            remove_tree(directory / job_uid)
+        # A job may have closed its own directories.
+        with suppress(OSError):
+            if not any(complete(directory / job_uid / place) for place in PLACES):
+                remove_tree(directory / job_uid)

@@ -168,7 +168,7 @@ def free_bytes(storage: Path) -> int | None:
 # More than a job keeps; a job may have filled its directory with others.
 _MOST = 16
 # Errors of the files themselves; others may pass.
-_LASTING = (errno.ENOENT, errno.ENOTDIR, errno.EIO, errno.EUCLEAN, errno.ELOOP, errno.EINVAL, errno.EFBIG, errno.ENXIO)
+LASTING = (errno.ENOENT, errno.ENOTDIR, errno.EIO, errno.EUCLEAN, errno.ELOOP, errno.EINVAL, errno.EFBIG, errno.ENXIO)
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,7 +369,7 @@ def verify(directory: Path, ranks: tuple[int, ...] | None = None) -> Manifest | 
             if why := _trouble_with(directory / file, entry, manifest, is_read=rank in wanted):
                 return Unreadable(f"{file} {why}")
     except OSError as error:
-        return Unreadable(f"{error.filename or directory}: {os_reason(error)}", error.errno in _LASTING)
+        return Unreadable(f"{error.filename or directory}: {os_reason(error)}", error.errno in LASTING)
     except ValueError as error:
         return Unreadable(str(error))
     return manifest

@@ -235,6 +235,8 @@ MAX_SOCKET_PATH = 107
 _SHARED_MEMORY = "/dev/shm"
 # Begins the name of what is being removed.
 _GONE = ".gone-"
+# Directory of checkpoints that are on their way to this node.
+INCOMING = ".incoming"
 _LONGEST_SOCKET = len("/00000000-0000-0000-0000-000000000000/18446744073709551615/job.sock")
 
 
@@ -425,7 +427,8 @@ class DaemonPaths:
 
     def sweep(self) -> None:
         """Remove directories that a former daemon had renamed and not removed."""
-        _remove_beside([path for place in (self.jobs, self.run, self.work) for path in place.glob(f"{_GONE}*")])
+        gone = [path for place in (self.jobs, self.run, self.work) for path in place.glob(f"{_GONE}*")]
+        _remove_beside([*gone, *self.checkpoints.glob(f"{INCOMING}/*")])
 
     def of(self, job_uid: str, epoch: int) -> GangPaths:
         """Raises ValueError for a uid that could leave the directory."""

@@ -310,8 +310,10 @@ class Session:
         conversation.reported = None  # Whether the last report was received is not known
         try:
             while True:
+                # Listed first: what is published after that is in the report, and the master may not name it removable.
+                kept_here = await self._kept_checkpoints()
                 request = self._request(conversation)
-                request.kept_checkpoints.extend(await self._kept_checkpoints())
+                request.kept_checkpoints.extend(kept_here)
                 try:
                     for part in _first_parts(request):
                         await stub.Reconcile(part, timeout=_PART_S)

@@ -106,6 +106,8 @@ def limit_silence(connection: socket.socket, seconds: float) -> None:
 def connect(address: str, tls: str) -> socket.socket:
     """Return a connection to a state stream. Raises OSError, EndpointError, and StreamError without a daemon."""
     host, _, port = address.rpartition(":")
+    if not port.isdecimal():
+        raise StreamError("the node has no state stream now")
     connection = socket.create_connection((host, int(port)), timeout=CONNECT_S)
     return to_daemon(connection, host, tls) if tls else connection
 

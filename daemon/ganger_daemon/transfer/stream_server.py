@@ -309,7 +309,11 @@ class StreamServer:
                 return False
             _, filled = source.progress()
             if filled > offset:
-                offset += _send_piece(connection, fd, offset, min(filled - offset, PIECE_BYTES))
+                sent = _send_piece(connection, fd, offset, min(filled - offset, PIECE_BYTES))
+                if not sent:
+                    # The job has cut off the file of its checkpoint.
+                    return False
+                offset += sent
                 hit("mid-stream")
                 moved = time.monotonic()
             elif time.monotonic() - moved > self._wait_s:
@@ -321,7 +325,7 @@ class StreamServer:
 
 
 def _send_piece(connection: socket.socket, fd: int, offset: int, size: int) -> int:
-    """Send some of the `size` bytes from `offset` on. Return the number sent, at least one."""
+    """Send some of the `size` bytes from `offset` on. Return the number sent; 0: there are no more."""
     if not isinstance(connection, ssl.SSLSocket):
         return os.sendfile(connection.fileno(), fd, offset, size)
     piece = os.pread(fd, min(size, GUARDED_PIECE_BYTES), offset)
