@@ -228,3 +228,16 @@ def test_a_gang_that_needs_a_launcher_alone_takes_the_first_that_no_other_holds(
     launchers.hold("1001/kind-code", "a")
     assert launchers.take("1001/kind-code", "d") == names[1]
     assert launchers.take("1001/other-code", "d") == "1001/other-code"
+
+
+@pytest.mark.torch
+def test_of_the_launchers_that_gangs_have_alone_only_the_first_import_pytorch_ahead(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MOST_PRELOADED", 1)
+    launchers = Launchers(place / "run", place / "inject")
+    kind = launchers.key(sys.executable, ENVIRONMENT, is_private=True)
+    names = [launchers.take(kind, gang) for gang in "ab"]
+    started = [launchers.get(name, sys.executable, ENVIRONMENT).info() for name in names]
+    assert [one["torch"] for one in started] == [True, False]
+    launchers.close()

@@ -45,6 +45,8 @@ _STOP_S = 0.5
 # One that is importing answers when it is done.
 _LIST_S = 10.0
 _LEAST_S = 0.05
+# Of those that gangs of an account have alone, so many import PyTorch ahead: each takes more than 100 MiB for it.
+_MOST_PRELOADED = 16
 # Most that the log of a launcher takes of the run directory.
 _LOG_BYTES = 4 << 20
 # Of other accounts, the newest count.
@@ -192,7 +194,7 @@ class Launchers:
 
     def take(self, key: str, gang: str) -> str:
         """Return the name of the first launcher of this kind that no other gang holds, and let the gang hold it: its
-        mounts are the gang's until `give_up`."""
+        mounts are the gang's until `give_up`. After the first ones its number is part of the name."""
         kind, _, code = key.rpartition("-")
         with self._lock:
             names = itertools.chain((key,), (f"{kind}.{number}-{code}" for number in itertools.count(1)))
@@ -390,7 +392,7 @@ class Launchers:
                 # Beside the directory of an account, which could lead it elsewhere.
                 log=str(self._directory / f"{key.replace('/', '-')}.log"),
                 idle_s=_IDLE_S,
-                preload=self._preload and preload,
+                preload=self._preload and preload and _number_of(key) < _MOST_PRELOADED,
                 uid=None if account is None else account.uid,
                 start=None if account is None else start,
             )
@@ -398,6 +400,12 @@ class Launchers:
             if launcher is None:
                 raise LauncherError("NOT_STARTED", f"the launcher of {interpreter} does not answer; see its log")
             return launcher
+
+
+def _number_of(key: str) -> int:
+    """Return the number of a launcher among those of its kind (see `Launchers.take`)."""
+    number = key.rpartition("-")[0].partition(".")[2]
+    return int(number) if number.isdecimal() else 0
 
 
 def _uid_of(key: str) -> int:
