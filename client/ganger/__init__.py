@@ -10,6 +10,7 @@ from importlib import import_module
 _HOMES = {
     # In a training script
     "attach": "ganger.training",
+    "log": "ganger.injob.metrics",
     "report": "ganger.injob.metrics",
     # Towards a cluster
     "ApiError": "ganger.wire.errors",
@@ -17,7 +18,7 @@ _HOMES = {
     "Job": "ganger.job",
 }
 
-__all__ = ["ApiError", "Client", "Job", "__version__", "attach", "report"]
+__all__ = ["ApiError", "Client", "Job", "__version__", "attach", "log", "report"]
 
 # Version of the installed package; "unknown" in a bare checkout.
 __version__: str

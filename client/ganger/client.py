@@ -242,6 +242,10 @@ class Client(MasterConnection):
             position = chunk.offset + len(chunk.data)
             yield chunk
 
+    def get_series(self, job: str | int) -> api.Series:
+        """What a job has logged by name, at most 1,000 points a name, and its epochs."""
+        return self._call(self._jobs.GetSeries, api.GetSeriesRequest(name=self._name(job)))
+
     def list_events(self, subject: str = "", after: int = 0, limit: int | None = None) -> Iterator[job_pb2.Event]:
         """History, oldest first. `subject`: "jobs/7", "nodes/n1" or "" for all."""
 

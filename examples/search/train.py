@@ -36,7 +36,7 @@ def main():
         with torch.no_grad():
             accuracy = (network(images[1500:]).argmax(1) == labels[1500:]).float().mean()
         # What the stop rule of search.yaml goes by; `ganger show ARRAY` prints it.
-        job.report(accuracy=accuracy, epoch=epoch + 1)
+        job.log(accuracy=accuracy, epoch=epoch + 1)
         print(f"epoch {epoch + 1}: accuracy {accuracy:.3f}", flush=True)
 
 

@@ -37,6 +37,7 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
         self.jobs: dict[str, job_pb2.Job] = {}
         self.arrays: dict[str, array_pb2.Array] = {}
         self.logs: dict[int, bytes] = {}
+        self.series = job_service_pb2.Series()
         self.nodes = node_pb2.ListNodesResponse()
         self.events: list[job_pb2.Event] = []
         self.cluster = node_pb2.Cluster(version="9.9", policy="fifo")
@@ -245,6 +246,10 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
             yield job_service_pb2.LogChunk(offset=start, data=text[start : start + self.chunk_bytes])
             if self.failing is not None:
                 self._taken("broken off")
+
+    async def GetSeries(self, request: Any, context: Any) -> job_service_pb2.Series:
+        self._taken(request)
+        return self.series
 
     async def ExplainJob(self, request: Any, context: Any) -> job_service_pb2.Explanation:
         self._taken(request)

@@ -116,6 +116,7 @@ def changes_of(served: Served, job: str) -> dict[str, Any]:
         "Update": jobs.UpdateJob(job_service_pb2.UpdateJobRequest(name=job)),
         "Resize": jobs.ResizeJob(job_service_pb2.ResizeJobRequest(name=job, gpus=2)),
         "ReadLog": jobs.ReadLog(job_service_pb2.ReadLogRequest(name=job)),
+        "GetSeries": jobs.GetSeries(job_service_pb2.GetSeriesRequest(name=job)),
         "Explain": jobs.ExplainJob(job_service_pb2.ExplainJobRequest(name=job)),
         "ListEvents": jobs.ListEvents(job_service_pb2.ListEventsRequest(subject=job)),
         "WatchLeases": scheduling.WatchLeases(scheduling_pb2.WatchLeasesRequest(scheduler="s", jobs=[job])),

@@ -214,6 +214,7 @@ WORST: dict[str, Callable[[], list[Any]]] = {
     f"/{_JOBS}/RetuneJob": lambda: [_S.RetuneJobRequest(name="jobs/1", millicores=(1 << 32) - 1)],
     f"/{_JOBS}/ResizeJob": lambda: [_S.ResizeJobRequest(name="jobs/1", gpus=(1 << 32) - 1)],
     f"/{_JOBS}/ReadLog": lambda: [_S.ReadLogRequest(name="jobs/1", offset=-(1 << 63), rank=(1 << 32) - 1)],
+    f"/{_JOBS}/GetSeries": lambda: [_S.GetSeriesRequest(name="jobs/1"), _S.GetSeriesRequest(name=_LONG)],
     f"/{_JOBS}/ExplainJob": lambda: [_S.ExplainJobRequest(name="jobs/1"), _S.ExplainJobRequest(name="jobs/9000")],
     f"/{_JOBS}/ListEvents": lambda: [_S.ListEventsRequest(page_size=1_000), _S.ListEventsRequest(subject=_LONG)],
     f"/{_JOBS}/GetUsage": lambda: [usage_pb2.GetUsageRequest()],

@@ -120,6 +120,7 @@ TABLE = """
 /ganger.v1.JobService/RetuneJob                ---VT++J+RRRRRTT+XW
 /ganger.v1.JobService/ResizeJob                ---VT++J+RRRRRTT+XW
 /ganger.v1.JobService/ReadLog                  ---VT++J+RRRRRTT+XW
+/ganger.v1.JobService/GetSeries                ---VT++J+RRRRRTT+XW
 /ganger.v1.JobService/ExplainJob               ---VT++J+RR++RTT+XW
 /ganger.v1.JobService/ListEvents               ---VT++J+RR++RTT+XW
 /ganger.v1.JobService/CreateArray              ---VT++++RRRRRTT+XW

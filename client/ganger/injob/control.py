@@ -22,7 +22,7 @@ import traceback
 import weakref
 from typing import Any, Callable, NamedTuple, NoReturn
 
-from ganger.injob import bootstrap, state_image
+from ganger.injob import bootstrap, metrics, state_image
 from ganger.injob.job_socket import JobSocketClient
 from ganger.injob.order_handler import FIRST_LOOK, Handlers, Known, OrderHandler, StopRequest
 from ganger.injob.page import GangPages, Page, now_ns
@@ -109,6 +109,8 @@ class Control:
         self.restore: RestoreOrder | None = None
         self._socket = JobSocketClient(socket_path)
         pages = GangPages(os.path.dirname(page.path), self.world, [page])
+        # The job's series; only rank 0 has one.
+        self.series = metrics.series_of(page, job_dir)
         self._obedience = OrderHandler(page, pages, job_dir, self._socket, self.error, self._withdraw, self._rejoin)
         # What has failed once, as `Capability` bits: it is not offered again.
         self._withdrawn = 0
@@ -213,6 +215,8 @@ class Control:
         """
         self.page.set(Word.RESTORED_STEP, step)
         self._set_step(step)
+        if self.series is not None:
+            self.series.start(step)
         self._obedience.begin(step)
         if not self._started:
             self._started = True
@@ -221,6 +225,17 @@ class Control:
     def safe_point(self) -> None:
         """Look at what needs no agreement, in the middle of something long: the fence, the cores, the socket."""
         self._obedience.look(now_ns())
+
+    def log(self, values: dict[str, float]) -> None:
+        """Report figures by name: the newest of each in the page, all in the series. Raises ValueError for a ninth."""
+        metrics.write(self.page, values)
+        if self.series is not None:
+            self.series.log(self.page.words[Word.STEP], values)
+
+    @property
+    def rested_ns(self) -> int:
+        """How long this process has rested at boundaries so far."""
+        return self._obedience.rested_ns
 
     def phase(self, phase: int) -> None:
         """Say what the rank does between boundaries (see `Phase`); the next boundary says TRAINING again."""

@@ -105,6 +105,8 @@ class OrderHandler:
         self._report = report
         self._failure = (Error.NONE, "")  # What the last handler that failed met
         self._held = False  # Stopped at a boundary since the last RUN
+        self._held_at_ns = 0
+        self.rested_ns = 0
         self._offloaded = False
         self._is_on_storage = False  # Saved and freed at a stop: the state is in the shard alone
         self._read_page_anew()
@@ -280,6 +282,7 @@ class OrderHandler:
         if (self._offloaded or self._is_on_storage) and not self._bring_back_in_time(order):
             return False
         self._held = False
+        self.rested_ns += now_ns() - self._held_at_ns
         self._fresh = True
         self._words[Word.FIRST_STEP_TIME] = 0
         self._words[Word.STATE] = PageState.RUNNING
@@ -326,6 +329,7 @@ class OrderHandler:
         self._attempted = order.seq
         if not self._held:
             self._held = True
+            self._held_at_ns = now_ns()
             self._settle(step)
         if not self._enter(order, step):
             self._words[Word.STATE] = self._at_rest()
@@ -420,6 +424,7 @@ class OrderHandler:
             words[Word.STATE] = PageState.RUNNING
         else:
             self._held = True
+            self._held_at_ns = now_ns()
 
     def _save_and_go_on(self, agreement: int, step: int) -> None:
         self._checkpoint_handled = agreement

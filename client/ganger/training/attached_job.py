@@ -18,7 +18,15 @@ from ganger.injob import metrics
 from ganger.injob.control import Control, failure_text
 from ganger.injob.page_layout import Capability, Opaque, Word
 from ganger.training import agent, rank_processes
-from ganger.training.attached_loops import AUTO, ElasticLoader, LoopPosition, SampleRange, mixed, seed_everything
+from ganger.training.attached_loops import (
+    AUTO,
+    ElasticLoader,
+    EpochClock,
+    LoopPosition,
+    SampleRange,
+    mixed,
+    seed_everything,
+)
 from ganger.training.progress_reporter import ProgressReporter, counted_step
 from ganger.training.rank_processes import keep_default_group, rank_and_world
 from ganger.training.state import (
@@ -105,6 +113,7 @@ class TrainingJob:
         # Of them, those made so far in this run of the script; one that is made in every epoch is the same again.
         self._made = 0
         self._place = LoopPosition()
+        self._clock = EpochClock(control)
         self._reasons: list[str] = []
         # The agent has failed: steps are counted, no order is obeyed.
         self._is_aside = False
@@ -130,7 +139,7 @@ class TrainingJob:
         keeper = StateKeeper(control, lambda: self._training, self._position)
         keeper.when_stopped = self._show
         control.handlers = keeper.handlers()
-        self._progress = ProgressReporter(control.page, lambda: self._training, keeper)
+        self._progress = ProgressReporter(control, lambda: self._training, keeper)
         restored = keeper.restore_at_start()
         if restored is not None:
             self._restored = restored
@@ -141,6 +150,7 @@ class TrainingJob:
                 control.give_up_restore(f"training cannot go on from here: {'; '.join(restored.position['reasons'])}")
             self._steps = restored.position["steps"]
             self._epoch = restored.position["epoch"]
+            self._clock.resume(restored.position.get("clock"))
             # Of this rank, as if there had always been so many.
             self._samples = restored.position["samples"] * restored.world // control.world
             self._old_world = restored.position.get("old world", restored.world)
@@ -243,6 +253,7 @@ class TrainingJob:
         if page is not None:
             page.set(Word.TRAINING_EPOCHS, max(0, count))
         for self._epoch in range(first, count):
+            self._clock.begin(self._epoch)
             if self._place.held:
                 self._boundary()
             self._made = made_before
@@ -255,6 +266,7 @@ class TrainingJob:
                 self._place.leave_loop()
                 raise
             self._place.end_epoch()
+            self._clock.end()
         self._finish()
 
     def steps(self, count: int | None = None) -> Iterator[int]:
@@ -282,14 +294,17 @@ class TrainingJob:
         """
         self._steps += 1
 
-    def report(self, **values: Any) -> None:
-        """Tell how well it does, by name: `job.report(accuracy=0.93, epoch=4)`. Shown by `ganger show`; what the stop
-        rule of a job array goes by. Only rank 0 is listened to, about once a second; at most eight names.
+    def log(self, **values: Any) -> None:
+        """Log figures by name: `job.log(loss=0.31, accuracy=0.93)`. `ganger plot` draws them by step, `ganger show` has
+        the newest, and the stop rule of a job array goes by them. Only rank 0 is listened to; at most eight names.
 
         Raises ValueError for a name that is none, TypeError for what is no number."""
         numbers = metrics.checked(values)
         if self._control is not None:
-            metrics.write(self._control.page, numbers)
+            self._control.log(numbers)
+
+    # Its name before there were series.
+    report = log
 
     def register(self, name: str, item: Any, *, position: bool = False) -> Any:
         """Make `item` part of the state: a tensor, a torch.Generator, or anything with state_dict/load_state_dict.
@@ -365,7 +380,7 @@ class TrainingJob:
 
     def _show(self) -> None:
         if self._progress is not None:
-            self._progress.show(self._samples, self._waited_ns)
+            self._progress.show(self._samples, self._waited_ns, at_stop=True)
 
     def _offer_resize(self, control: Control, global_batch: int) -> None:
         """Another number of ranks can continue from here: from the state of each, or from the shards of all of them."""
@@ -460,6 +475,7 @@ class TrainingJob:
             self._look_around(self._control)
         return {
             "epoch": self._epoch,
+            "clock": self._clock.position(),
             "in loop": self._place.is_in_loop,
             "in pass": self._place.is_in_pass,
             # Needed on restore: a state at OFFLOAD can migrate to other nodes.

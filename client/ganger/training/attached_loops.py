@@ -23,6 +23,9 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader
 
+from ganger.injob.control import Control
+from ganger.protocol.metric_series import EPOCH
+
 # Of loader workers: as many as there are cores for.
 AUTO = "auto"
 _MASK = (1 << 63) - 1
@@ -254,6 +257,56 @@ class ElasticLoader:
     def follow(self, earlier: ElasticLoader) -> None:
         """Begin where `earlier`, which the script has replaced, would have begun its next pass."""
         self._pass = earlier._pass + earlier.is_being_read
+
+
+class EpochClock:
+    """The time of each epoch of `job.epochs`, without stops and over moves, for the job's series."""
+
+    def __init__(self, control: Control | None) -> None:
+        self._control = control
+        # Begin (Unix seconds), first step, seconds before this process; None between two epochs.
+        self._number = 0
+        self._begin: tuple[float, int, float] | None = None
+        self._since_ns = 0
+
+    def resume(self, position: Any) -> None:
+        """Continue with the epoch of a saved `position`; None: of a state without."""
+        if position is not None:
+            self._number = int(position["number"])
+            self._begin = (float(position["begin"]), int(position["first"]), float(position["active"]))
+            self._since_ns = self._active_ns()
+
+    def begin(self, number: int) -> None:
+        """Epoch `number` begins, or continues as it was resumed."""
+        if self._control is not None and (self._begin is None or self._number != number):
+            self._number = number
+            self._begin = (time.time(), self._step(), 0.0)
+            self._since_ns = self._active_ns()
+
+    def end(self) -> None:
+        """Log the epoch, which the script is done with."""
+        if self._begin is not None and self._control is not None and self._control.series is not None:
+            begin_s, first, _ = self._begin
+            self._control.series.add(EPOCH, self._step(), float(self._number), begin_s, float(first), self._active_s())
+        self._begin = None
+
+    def position(self) -> dict[str, Any] | None:
+        """Return what `resume` needs."""
+        if self._begin is None:
+            return None
+        begin_s, first, _ = self._begin
+        return {"number": self._number, "begin": begin_s, "first": first, "active": self._active_s()}
+
+    def _step(self) -> int:
+        # The last step of an epoch has its boundary later.
+        return 0 if self._control is None else self._control.step + self._control.is_step_owed
+
+    def _active_ns(self) -> int:
+        return time.monotonic_ns() - (0 if self._control is None else self._control.rested_ns)
+
+    def _active_s(self) -> float:
+        before_s = 0.0 if self._begin is None else self._begin[2]
+        return before_s + (self._active_ns() - self._since_ns) / 1e9
 
 
 # -- where in its loops a script is

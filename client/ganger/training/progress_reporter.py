@@ -8,7 +8,7 @@ from typing import Any, Callable
 
 import torch
 
-from ganger.injob.page import Page
+from ganger.injob.control import Control
 from ganger.injob.page_layout import Word
 from ganger.training.state import TrainingObjects
 from ganger.training.state_keeper import StateKeeper, device_bytes
@@ -26,9 +26,10 @@ MEASURED_EVERY = 1000
 class ProgressReporter:
     """Writes the page's words that change with every step, as often as readers need them."""
 
-    def __init__(self, page: Page, training: Callable[[], TrainingObjects], keeper: StateKeeper) -> None:
-        self._page = page
-        self._words = page.words
+    def __init__(self, control: Control, training: Callable[[], TrainingObjects], keeper: StateKeeper) -> None:
+        self._page = control.page
+        self._series = control.series
+        self._words = self._page.words
         self.training = training
         self._keeper = keeper
         self._steps = 0
@@ -54,14 +55,18 @@ class ProgressReporter:
             self._loss_due = now + LOSS_EVERY_S
             # After the first measurement: the arena gets its memory from the first step on.
             self._keeper.tend()
+            if self._series is not None:
+                self._series.flush()
             if loss is not None:
                 self._look_at(loss)
         untold = int(PUBLISH_EVERY_S * passed / max(now - self._published, 1e-9))
         self._published = now
         return max(1, min(untold, MOST_STEPS_UNTOLD, self._measure_at - self._steps))
 
-    def show(self, samples: int, waited_ns: int) -> None:
-        """Samples taken by this rank, and how long it has waited for them."""
+    def show(self, samples: int, waited_ns: int, *, at_stop: bool = False) -> None:
+        """Samples taken by this rank, and how long it has waited for them. `at_stop`: nothing may follow soon."""
+        if at_stop and self._series is not None:
+            self._series.flush()
         self._words[Word.SAMPLES] = samples
         self._words[Word.DATA_WAIT] = waited_ns
 
@@ -82,7 +87,13 @@ class ProgressReporter:
 
     def _set(self, loss: Any) -> None:
         if math.isfinite(value := float(loss)):
-            self._page.set_loss(value)
+            self.report_loss(value)
+
+    def report_loss(self, value: float) -> None:
+        """`value` is the loss at the present step."""
+        self._page.set_loss(value)
+        if self._series is not None:
+            self._series.add_loss(self._words[Word.STEP], value)
 
 
 def counted_step(

@@ -84,7 +84,7 @@ class ReplayedRun(ABC):
         self._keeper = StateKeeper(control, self.objects, self._position)
         handlers = self._keeper.handlers()
         control.handlers = handlers._replace(on_checkpoint=self._checkpoint, by_image=control.by_image)
-        self._progress = ProgressReporter(control.page, TrainingObjects, self._keeper)
+        self._progress = ProgressReporter(control, TrainingObjects, self._keeper)
 
     def start(self) -> dict[str, Any] | None:
         """Report the start of training, or return the position to restore."""

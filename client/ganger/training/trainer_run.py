@@ -200,7 +200,7 @@ class TrainerRun(ReplayedRun):
             self.control.evaluated()
 
     def report_loss(self, loss: float) -> None:
-        self._progress.publish(0, self._samples, 0, loss)
+        self._progress.report_loss(loss)
 
     def note_reason(self, reason: str) -> None:
         if reason and self.is_replaying:

@@ -24,6 +24,7 @@ import google.protobuf.descriptor
 import google.protobuf.duration_pb2
 import google.protobuf.internal.containers
 import google.protobuf.message
+import google.protobuf.timestamp_pb2
 import sys
 import typing
 
@@ -627,6 +628,125 @@ class ResizeJobRequest(google.protobuf.message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ResizeJobRequest: typing_extensions.TypeAlias = ResizeJobRequest
+
+@typing.final
+class GetSeriesRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["name", b"name"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___GetSeriesRequest: typing_extensions.TypeAlias = GetSeriesRequest
+
+@typing.final
+class Series(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    METRICS_FIELD_NUMBER: builtins.int
+    EPOCHS_FIELD_NUMBER: builtins.int
+    @property
+    def metrics(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___MetricPoints]: ...
+    @property
+    def epochs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___EndedEpoch]: ...
+    def __init__(
+        self,
+        *,
+        metrics: collections.abc.Iterable[Global___MetricPoints] | None = ...,
+        epochs: collections.abc.Iterable[Global___EndedEpoch] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["epochs", b"epochs", "metrics", b"metrics"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Series: typing_extensions.TypeAlias = Series
+
+@typing.final
+class MetricPoints(google.protobuf.message.Message):
+    """Every value that the job has logged under a name, thinned to at most 1,000."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    STRIDE_FIELD_NUMBER: builtins.int
+    STEPS_FIELD_NUMBER: builtins.int
+    TIMES_FIELD_NUMBER: builtins.int
+    VALUES_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    stride: builtins.int
+    """Of each so many steps the first value is kept; 1: all are."""
+    @property
+    def steps(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Of each point the boundaries passed, the time in Unix seconds, and the value."""
+
+    @property
+    def times(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]: ...
+    @property
+    def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        stride: builtins.int = ...,
+        steps: collections.abc.Iterable[builtins.int] | None = ...,
+        times: collections.abc.Iterable[builtins.float] | None = ...,
+        values: collections.abc.Iterable[builtins.float] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["name", b"name", "steps", b"steps", "stride", b"stride", "times", b"times", "values", b"values"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___MetricPoints: typing_extensions.TypeAlias = MetricPoints
+
+@typing.final
+class EndedEpoch(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    BEGIN_TIME_FIELD_NUMBER: builtins.int
+    END_TIME_FIELD_NUMBER: builtins.int
+    FIRST_STEP_FIELD_NUMBER: builtins.int
+    STEPS_FIELD_NUMBER: builtins.int
+    ACTIVE_DURATION_FIELD_NUMBER: builtins.int
+    MEAN_LOSS_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """From 0."""
+    first_step: builtins.int
+    steps: builtins.int
+    mean_loss: builtins.float
+    """Of the losses that were logged in it; unset if there were none."""
+    @property
+    def begin_time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
+    @property
+    def end_time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
+    @property
+    def active_duration(self) -> google.protobuf.duration_pb2.Duration:
+        """Without the time in which the job was stopped."""
+
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        begin_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        end_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        first_step: builtins.int = ...,
+        steps: builtins.int = ...,
+        active_duration: google.protobuf.duration_pb2.Duration | None = ...,
+        mean_loss: builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_mean_loss", b"_mean_loss", "active_duration", b"active_duration", "begin_time", b"begin_time", "end_time", b"end_time", "mean_loss", b"mean_loss"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_mean_loss", b"_mean_loss", "active_duration", b"active_duration", "begin_time", b"begin_time", "end_time", b"end_time", "first_step", b"first_step", "mean_loss", b"mean_loss", "number", b"number", "steps", b"steps"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__mean_loss: typing_extensions.TypeAlias = typing.Literal["mean_loss"]
+    _WhichOneofArgType__mean_loss: typing_extensions.TypeAlias = typing.Literal["_mean_loss", b"_mean_loss"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__mean_loss) -> _WhichOneofReturnType__mean_loss | None: ...
+
+Global___EndedEpoch: typing_extensions.TypeAlias = EndedEpoch
 
 @typing.final
 class ReadLogRequest(google.protobuf.message.Message):

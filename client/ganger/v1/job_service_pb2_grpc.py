@@ -102,6 +102,11 @@ class JobServiceStub(object):
                 request_serializer=ganger_dot_v1_dot_job__service__pb2.ReadLogRequest.SerializeToString,
                 response_deserializer=ganger_dot_v1_dot_job__service__pb2.LogChunk.FromString,
                 _registered_method=True)
+        self.GetSeries = channel.unary_unary(
+                '/ganger.v1.JobService/GetSeries',
+                request_serializer=ganger_dot_v1_dot_job__service__pb2.GetSeriesRequest.SerializeToString,
+                response_deserializer=ganger_dot_v1_dot_job__service__pb2.Series.FromString,
+                _registered_method=True)
         self.ExplainJob = channel.unary_unary(
                 '/ganger.v1.JobService/ExplainJob',
                 request_serializer=ganger_dot_v1_dot_job__service__pb2.ExplainJobRequest.SerializeToString,
@@ -264,6 +269,14 @@ class JobServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetSeries(self, request, context):
+        """What a job has logged by step, and its epochs, across suspends, moves and restarts.
+        Errors: NOT_FOUND/JOB_NOT_FOUND, FAILED_PRECONDITION/NODE_SILENT and OUT_OF_RANGE/LOG_NOT_KEPT as ReadLog.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ExplainJob(self, request, context):
         """Why a job waits or rests, and when it may start, or "unknown, because ...". Errors: NOT_FOUND/JOB_NOT_FOUND.
         """
@@ -389,6 +402,11 @@ def add_JobServiceServicer_to_server(servicer, server):
                     servicer.ReadLog,
                     request_deserializer=ganger_dot_v1_dot_job__service__pb2.ReadLogRequest.FromString,
                     response_serializer=ganger_dot_v1_dot_job__service__pb2.LogChunk.SerializeToString,
+            ),
+            'GetSeries': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSeries,
+                    request_deserializer=ganger_dot_v1_dot_job__service__pb2.GetSeriesRequest.FromString,
+                    response_serializer=ganger_dot_v1_dot_job__service__pb2.Series.SerializeToString,
             ),
             'ExplainJob': grpc.unary_unary_rpc_method_handler(
                     servicer.ExplainJob,

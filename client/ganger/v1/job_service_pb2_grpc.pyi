@@ -101,6 +101,10 @@ class JobServiceStub:
     (nothing was found, and a node where the job was does not answer), OUT_OF_RANGE/LOG_NOT_KEPT (nothing was found of a
     job that ended longer ago than logs are kept).
     """
+    GetSeries: grpc.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.GetSeriesRequest, ganger.v1.job_service_pb2.Series]
+    """What a job has logged by step, and its epochs, across suspends, moves and restarts.
+    Errors: NOT_FOUND/JOB_NOT_FOUND, FAILED_PRECONDITION/NODE_SILENT and OUT_OF_RANGE/LOG_NOT_KEPT as ReadLog.
+    """
     ExplainJob: grpc.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.ExplainJobRequest, ganger.v1.job_service_pb2.Explanation]
     """Why a job waits or rests, and when it may start, or "unknown, because ...". Errors: NOT_FOUND/JOB_NOT_FOUND."""
     ListEvents: grpc.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.ListEventsRequest, ganger.v1.job_service_pb2.ListEventsResponse]
@@ -185,6 +189,10 @@ class JobServiceAsyncStub(JobServiceStub):
     Errors: NOT_FOUND/{JOB_NOT_FOUND, RANK_NOT_FOUND}, OUT_OF_RANGE/OFFSET_BEYOND_END, FAILED_PRECONDITION/NODE_SILENT
     (nothing was found, and a node where the job was does not answer), OUT_OF_RANGE/LOG_NOT_KEPT (nothing was found of a
     job that ended longer ago than logs are kept).
+    """
+    GetSeries: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.GetSeriesRequest, ganger.v1.job_service_pb2.Series]  # type: ignore[assignment]
+    """What a job has logged by step, and its epochs, across suspends, moves and restarts.
+    Errors: NOT_FOUND/JOB_NOT_FOUND, FAILED_PRECONDITION/NODE_SILENT and OUT_OF_RANGE/LOG_NOT_KEPT as ReadLog.
     """
     ExplainJob: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.ExplainJobRequest, ganger.v1.job_service_pb2.Explanation]  # type: ignore[assignment]
     """Why a job waits or rests, and when it may start, or "unknown, because ...". Errors: NOT_FOUND/JOB_NOT_FOUND."""
@@ -345,6 +353,16 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         Errors: NOT_FOUND/{JOB_NOT_FOUND, RANK_NOT_FOUND}, OUT_OF_RANGE/OFFSET_BEYOND_END, FAILED_PRECONDITION/NODE_SILENT
         (nothing was found, and a node where the job was does not answer), OUT_OF_RANGE/LOG_NOT_KEPT (nothing was found of a
         job that ended longer ago than logs are kept).
+        """
+
+    @abc.abstractmethod
+    def GetSeries(
+        self,
+        request: ganger.v1.job_service_pb2.GetSeriesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[ganger.v1.job_service_pb2.Series, collections.abc.Awaitable[ganger.v1.job_service_pb2.Series]]:
+        """What a job has logged by step, and its epochs, across suspends, moves and restarts.
+        Errors: NOT_FOUND/JOB_NOT_FOUND, FAILED_PRECONDITION/NODE_SILENT and OUT_OF_RANGE/LOG_NOT_KEPT as ReadLog.
         """
 
     @abc.abstractmethod

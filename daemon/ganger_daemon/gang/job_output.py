@@ -1,10 +1,11 @@
-"""Output of one gang's ranks: packets on the job's socket, which are rare, JSON, and hints, as the pages count; and
-logs, which are copied to storage. A packet wakes the gang's loop, or a parked rank. A job without its socket loses
-nothing else."""
+"""Output of one gang's ranks. Packets on the job's socket are rare, JSON, and hints, as the pages count; one wakes the
+gang's loop, or a parked rank, and a job without its socket loses nothing else. Logs and the metric series are copied to
+storage."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ganger.injob.metrics import series_path
 from ganger.injob.process_identity import peer_of
 
 from ganger_daemon.gang.gang_context import GangContext, summary_of
@@ -169,12 +171,15 @@ class PacketLog:
 
 
 class LogMirror:
-    """Copies the logs of one gang's local ranks to storage, in a task of its own: storage may hang."""
+    """Copies the logs of one gang's local ranks to storage, and the series of rank 0 to its log: in a task of its own,
+    as storage may hang."""
 
     def __init__(self, context: GangContext, job: str) -> None:
         self._context = context
         self._job = job
         self._copied_at = time.monotonic()
+        # Size and time of the job's series when it was copied.
+        self._series_seen: tuple[int, int] | None = None
         self._copying: asyncio.Task[None] | None = None
 
     def follow(self, now: float) -> None:
@@ -196,10 +201,25 @@ class LogMirror:
         await self._copy(is_last=True)
 
     async def _copy(self, is_last: bool) -> None:
-        host, paths, ranks = self._context.host, self._context.paths, self._context.part.ranks
+        host = self._context.host
         try:
-            await host.storage.work.run(
-                host.logs.mirror_all, paths.job_uid, ranks, paths.epoch, is_last, within_s=_LAST_COPY_S
-            )
+            await host.storage.work.run(self._copy_now, is_last, within_s=_LAST_COPY_S)
         except OSError as error:
             log.warning("log not copied", extra={"job": self._job, "error": str(error)})
+
+    def _copy_now(self, is_last: bool) -> None:
+        logs, paths, ranks = self._context.host.logs, self._context.paths, self._context.part.ranks
+        if 0 in ranks:
+            written = series_written(paths.work)
+            with contextlib.suppress(FileNotFoundError):
+                status = written.lstat()
+                seen = (status.st_size, status.st_mtime_ns)
+                if seen != self._series_seen:
+                    logs.mirror_series(paths.job_uid, paths.epoch, written)
+                    self._series_seen = seen
+        logs.mirror_all(paths.job_uid, ranks, paths.epoch, is_last)
+
+
+def series_written(work: Path) -> Path:
+    """Return where rank 0 writes its series in a gang's directory for its job."""
+    return Path(series_path(str(work)))

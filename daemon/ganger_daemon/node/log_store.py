@@ -1,6 +1,7 @@
 """One log stream per rank, across suspends, moves and restarts: segments (rank, epoch) with logical offsets. Ranks
 append to their own segment, which is copied to storage as it grows and sealed when its epoch ends here. What a lost
-node had not copied, or the limit has removed by punching a hole, is reported as lost."""
+node had not copied, or the limit has removed by punching a hole, is reported as lost. Beside them lies the job's metric
+series, in one bounded file, which is merged with its copy on storage."""
 
 from __future__ import annotations
 
@@ -14,8 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from ganger.protocol import metric_series
+from ganger.protocol.metric_series import MetricSeries
+
 from ganger_daemon.node.accounts import Account
-from ganger_daemon.node.daemon_files import extents, open_plain, open_plain_to_write, read_json, remove_tree, write_json
+from ganger_daemon.node.daemon_files import (
+    extents,
+    open_plain,
+    open_plain_to_write,
+    read_json,
+    read_plain,
+    remove_tree,
+    write_json,
+)
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +40,7 @@ _SEGMENT = re.compile(r"^rank-(\d+)\.(\d+)\.log$")
 _PUNCH_HOLE_KEEP_SIZE = 0x02 | 0x01
 # Blocks are freed in pages; behind every offset of a file in a tmpfs.
 _PAGE, _FAR = 4096, 1 << 62
+_SERIES = "series.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +116,30 @@ class LogStore:
                 self.mirror(job_uid, rank, epoch, sealed)
             except OSError as error:
                 log.warning("log not copied", extra={"job_uid": job_uid, "rank": rank, "error": str(error)})
+
+    def series(self, job_uid: str, written: Iterable[tuple[int, Path]] = ()) -> MetricSeries:
+        """Return the job's metric series. `written`: files of attempts that run here, by epoch. Blocks."""
+        storage = self._storage_directory(job_uid, create=False)
+        kept = [read_json(directory / _SERIES) for directory in (self._local / job_uid, storage) if directory]
+        parts = [metric_series.parsed(str(one.get("series", ""))) for one in kept]
+        for epoch, path in written:
+            try:
+                text = read_plain(path, metric_series.LARGEST_BYTES, is_jobs_directory=True)
+            except OSError:
+                continue  # Nothing was logged, or the job has put something else there
+            parts.append(metric_series.parsed(text.decode("ascii", "replace"), epoch))
+        return metric_series.merged(parts)
+
+    def mirror_series(self, job_uid: str, epoch: int, written: Path) -> None:
+        """Merge the file of an attempt into the series here and on storage. Blocks. Raises OSError."""
+        series = self.series(job_uid, [(epoch, written)])
+        if not series.points:
+            return
+        storage = self._storage_directory(job_uid)
+        for directory in (self._local / job_uid, storage):
+            if directory is not None:
+                directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+                write_json(directory / _SERIES, {"series": series.text()})
 
     def segments(self, job_uid: str, rank: int) -> tuple[Segment, ...]:
         """All known segments of a rank, by epoch: local ones, else their copies. Empty when the rank is not known."""

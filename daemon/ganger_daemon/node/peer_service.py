@@ -28,6 +28,7 @@ from ganger.wire.servers import Callers
 from ganger_daemon.checkpoints.node_checkpoints import FetchError
 from ganger_daemon.checkpoints.storage import Shard
 from ganger_daemon.core.gang_judgement import PartPhase
+from ganger_daemon.gang.job_output import series_written
 from ganger_daemon.node.accounts import AccountRefusedError
 from ganger_daemon.node.daemon_files import read_json
 
@@ -144,9 +145,7 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
         self, request: peer_pb2.ReadPeerLogRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[job_service_pb2.LogChunk]:
         logs = self._host.logs
-        # The uid becomes the name of a directory.
-        if not _UID.fullmatch(request.job_uid):
-            raise RequestInvalid(f"{request.job_uid[:80]!r} is no uid of a job")
+        _check_uid(request.job_uid)
         if not await asyncio.to_thread(logs.segments, request.job_uid, request.rank):
             raise RankNotFound(f"no log of rank {request.rank} of this job is on this node")
         offset = request.offset
@@ -169,6 +168,18 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
                 return
             await asyncio.sleep(_LOG_POLL_S)
 
+    async def ReadSeries(
+        self, request: peer_pb2.ReadSeriesRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> peer_pb2.SeriesText:
+        _check_uid(request.job_uid)
+        written = [
+            (gang.desired.epoch, series_written(gang.context.paths.work))
+            for gang in self._gangs.all()
+            if gang.desired.job_uid == request.job_uid and 0 in gang.context.part.ranks
+        ]
+        series = await asyncio.to_thread(self._host.logs.series, request.job_uid, written)
+        return peer_pb2.SeriesText(text=series.text())
+
     def _writes(self, job_uid: str) -> bool:
         return any(gang.desired.job_uid == job_uid and gang.phase is not PartPhase.ENDED for gang in self._gangs.all())
 
@@ -186,6 +197,12 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
     def _check_part(self, gang: LocalGang, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         members = [member.node.removeprefix("nodes/") for member in gang.desired.members]
         check_node(self._callers.of(context), members, f"epoch {gang.desired.epoch} of {gang.desired.job}")
+
+
+def _check_uid(job_uid: str) -> None:
+    # It becomes the name of a directory.
+    if not _UID.fullmatch(job_uid):
+        raise RequestInvalid(f"{job_uid[:80]!r} is no uid of a job")
 
 
 def check_node(caller: CallerIdentity, members: Collection[str], of: str) -> None:

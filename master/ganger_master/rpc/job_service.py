@@ -255,6 +255,10 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         async for chunk in self._logs.read(number, request.rank, request.offset, follow=request.follow):
             yield chunk
 
+    async def GetSeries(self, request: job_service_pb2.GetSeriesRequest, context: Any) -> job_service_pb2.Series:
+        number, _ = self._reached(request.name, context)
+        return await self._logs.series(number)
+
     async def ExplainJob(self, request: job_service_pb2.ExplainJobRequest, context: Any) -> job_service_pb2.Explanation:
         number, _ = self._reached(request.name, context)
         job = self._job(number, self._callers.of(context))

@@ -1,4 +1,5 @@
-"""ReadLog across nodes: a rank's log is segments on every node where it ran, and copies of sealed ones elsewhere.
+"""ReadLog and GetSeries across nodes: a rank's log is segments on every node where it ran, and copies of sealed ones
+elsewhere.
 
 A sweep queries every node that may have a part from an offset on and takes the part that begins first,
 until none has more. What no node has before the first that has some is reported as lost. Following means: read the node
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,9 +18,10 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import grpc
 from ganger.agent.v1 import peer_pb2, peer_pb2_grpc
+from ganger.protocol import metric_series
 from ganger.text import counted
 from ganger.v1 import job_service_pb2
-from ganger.wire import errors
+from ganger.wire import errors, times
 from ganger.wire.channels import DaemonChannels
 from ganger.wire.endpoints import Endpoint, EndpointError
 from ganger.wire.methods import CallerRole
@@ -99,6 +102,27 @@ class LogProxy:
         if follow:
             async for chunk in self._follow(number, rank, position):
                 yield chunk
+
+    async def series(self, number: int) -> job_service_pb2.Series:
+        """Return what a job has logged by name. Raises JobNotFound, NodeSilent and LogNotKept as `read` does."""
+        job = self._shown.job_named(number)
+        nodes = await self._places(job, 0)
+        texts = await _side_by_side([partial(self._series_on, node, job) for node in nodes])
+        found = metric_series.merged(map(metric_series.parsed, filter(None, texts)))
+        if not found.points:
+            await self._check_answers(job, 0)
+            self._check_kept(job)
+        return series_to_wire(found)
+
+    async def _series_on(self, node: str, job: JobRecord) -> str:
+        stub = self._stub(node)
+        if stub is None:
+            return ""
+        request = peer_pb2.ReadSeriesRequest(job_uid=job.uid)
+        try:
+            return str((await stub.ReadSeries(request, timeout=_FIRST_CHUNK_S)).text)
+        except grpc.RpcError:
+            return ""
 
     async def close(self) -> None:
         await self._channels.close()
@@ -258,6 +282,14 @@ class LogProxy:
         return None if first is _END else _Source(call, first)
 
     def _call(self, node: str, job: JobRecord, rank: int, position: int, *, follow: bool) -> Any:
+        stub = self._stub(node)
+        if stub is None:
+            return None
+        request = peer_pb2.ReadPeerLogRequest(job_uid=job.uid, rank=rank, offset=position, follow=follow)
+        return stub.ReadLog(request)
+
+    def _stub(self, node: str) -> Any:
+        """Return the peer service of a node; None if it cannot be called."""
         known = self._writer.committed.nodes.get(node)
         if known is None or not known.peer_address or known.lost:
             return None
@@ -265,8 +297,7 @@ class LogProxy:
             channel = self._channels.get(known.peer_address)
         except EndpointError:
             return None
-        request = peer_pb2.ReadPeerLogRequest(job_uid=job.uid, rank=rank, offset=position, follow=follow)
-        return peer_pb2_grpc.PeerServiceStub(channel).ReadLog(request)
+        return peer_pb2_grpc.PeerServiceStub(channel)
 
     def _home_of(self, job: JobRecord, rank: int) -> str | None:
         """Return the node where the rank is placed now; None without a gang."""
@@ -316,6 +347,30 @@ async def _side_by_side(calls: Sequence[Callable[[], Awaitable[_T]]]) -> list[_T
             return await call()
 
     return await asyncio.gather(*(one(call) for call in calls))
+
+
+def series_to_wire(series: metric_series.MetricSeries) -> job_service_pb2.Series:
+    message = job_service_pb2.Series()
+    for name in series.names():
+        points = series.of(name)
+        message.metrics.add(
+            name=name,
+            stride=series.strides.get(name, 1),
+            steps=[point.step for point in points],
+            times=[point.time_s for point in points],
+            values=[point.values[0] for point in points],
+        )
+    for epoch in series.epochs():
+        message.epochs.add(
+            number=epoch.number,
+            begin_time=times.timestamp(epoch.begin_s),
+            end_time=times.timestamp(epoch.end_s),
+            first_step=epoch.first_step,
+            steps=epoch.steps,
+            active_duration=times.duration(epoch.active_s),
+            mean_loss=None if math.isnan(epoch.mean_loss) else epoch.mean_loss,
+        )
+    return message
 
 
 def _nodes_in(figures: str) -> list[str]:

@@ -280,6 +280,40 @@ class ReadPeerLogRequest(google.protobuf.message.Message):
 Global___ReadPeerLogRequest: typing_extensions.TypeAlias = ReadPeerLogRequest
 
 @typing.final
+class ReadSeriesRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_UID_FIELD_NUMBER: builtins.int
+    job_uid: builtins.str
+    def __init__(
+        self,
+        *,
+        job_uid: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["job_uid", b"job_uid"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ReadSeriesRequest: typing_extensions.TypeAlias = ReadSeriesRequest
+
+@typing.final
+class SeriesText(google.protobuf.message.Message):
+    """As `ganger.protocol.metric_series` writes it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: builtins.int
+    text: builtins.str
+    def __init__(
+        self,
+        *,
+        text: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["text", b"text"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___SeriesText: typing_extensions.TypeAlias = SeriesText
+
+@typing.final
 class SliceOrder(google.protobuf.message.Message):
     """The complete state of a node set: a daemon that missed earlier orders needs none of them."""
 

@@ -65,6 +65,11 @@ class PeerServiceStub(object):
                 request_serializer=ganger_dot_agent_dot_v1_dot_peer__pb2.ReadPeerLogRequest.SerializeToString,
                 response_deserializer=ganger_dot_v1_dot_job__service__pb2.LogChunk.FromString,
                 _registered_method=True)
+        self.ReadSeries = channel.unary_unary(
+                '/ganger.agent.v1.PeerService/ReadSeries',
+                request_serializer=ganger_dot_agent_dot_v1_dot_peer__pb2.ReadSeriesRequest.SerializeToString,
+                response_deserializer=ganger_dot_agent_dot_v1_dot_peer__pb2.SeriesText.FromString,
+                _registered_method=True)
 
 
 class PeerServiceServicer(object):
@@ -121,6 +126,13 @@ class PeerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadSeries(self, request, context):
+        """What this daemon has of the series of a job, which is empty where the job has never logged.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PeerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -153,6 +165,11 @@ def add_PeerServiceServicer_to_server(servicer, server):
                     servicer.ReadLog,
                     request_deserializer=ganger_dot_agent_dot_v1_dot_peer__pb2.ReadPeerLogRequest.FromString,
                     response_serializer=ganger_dot_v1_dot_job__service__pb2.LogChunk.SerializeToString,
+            ),
+            'ReadSeries': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadSeries,
+                    request_deserializer=ganger_dot_agent_dot_v1_dot_peer__pb2.ReadSeriesRequest.FromString,
+                    response_serializer=ganger_dot_agent_dot_v1_dot_peer__pb2.SeriesText.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(

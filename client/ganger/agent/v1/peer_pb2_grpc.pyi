@@ -53,6 +53,8 @@ class PeerServiceStub:
     """The segments this daemon has of a rank's log, from a logical offset. Errors: NOT_FOUND/RANK_NOT_FOUND,
     OUT_OF_RANGE/OFFSET_BEYOND_END (metadata "end": where it ends).
     """
+    ReadSeries: grpc.UnaryUnaryMultiCallable[ganger.agent.v1.peer_pb2.ReadSeriesRequest, ganger.agent.v1.peer_pb2.SeriesText]
+    """What this daemon has of the series of a job, which is empty where the job has never logged."""
 
 @typing.type_check_only
 class PeerServiceAsyncStub(PeerServiceStub):
@@ -84,6 +86,8 @@ class PeerServiceAsyncStub(PeerServiceStub):
     """The segments this daemon has of a rank's log, from a logical offset. Errors: NOT_FOUND/RANK_NOT_FOUND,
     OUT_OF_RANGE/OFFSET_BEYOND_END (metadata "end": where it ends).
     """
+    ReadSeries: grpc.aio.UnaryUnaryMultiCallable[ganger.agent.v1.peer_pb2.ReadSeriesRequest, ganger.agent.v1.peer_pb2.SeriesText]  # type: ignore[assignment]
+    """What this daemon has of the series of a job, which is empty where the job has never logged."""
 
 class PeerServiceServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
@@ -148,5 +152,13 @@ class PeerServiceServicer(metaclass=abc.ABCMeta):
         """The segments this daemon has of a rank's log, from a logical offset. Errors: NOT_FOUND/RANK_NOT_FOUND,
         OUT_OF_RANGE/OFFSET_BEYOND_END (metadata "end": where it ends).
         """
+
+    @abc.abstractmethod
+    def ReadSeries(
+        self,
+        request: ganger.agent.v1.peer_pb2.ReadSeriesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[ganger.agent.v1.peer_pb2.SeriesText, collections.abc.Awaitable[ganger.agent.v1.peer_pb2.SeriesText]]:
+        """What this daemon has of the series of a job, which is empty where the job has never logged."""
 
 def add_PeerServiceServicer_to_server(servicer: PeerServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
