@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from grpc import StatusCode
 
 from ganger.cli import job_table
+from ganger.cli.metric_plot import TextPlot
 from ganger.cli.options import number
 from ganger.console import enum_text, print_json, print_pairs
 from ganger.job import FINISHED
@@ -31,9 +32,6 @@ _LEVELS = ("pause", "offload", "checkpoint", "move")
 _LINES = 10
 _LINE_CHARACTERS = 500
 _TAIL_BYTES = 8 * 1024
-# Of the plot of rates.
-_WIDTH = 64
-_HEIGHT = 12
 
 
 def pairs(job: Job) -> list[tuple[str, str]]:
@@ -274,34 +272,19 @@ def plot(curve: CoresCurve) -> list[str]:
     if not (most_cores > 0.0 and most_rate > 0.0):
         return []
 
-    def column(cores: float) -> int:
-        return min(_WIDTH - 1, max(0, round(cores / most_cores * (_WIDTH - 1))))
-
-    grid = [[" "] * _WIDTH for _ in range(_HEIGHT)]
-
-    def put(cores: float, rate: float, sign: str) -> None:
-        row = round(rate / most_rate * (_HEIGHT - 1))
-        grid[_HEIGHT - 1 - min(_HEIGHT - 1, max(0, row))][column(cores)] = sign
-
+    canvas = TextPlot((0.0, most_cores), (0.0, most_rate))
     if curve.fitted:
-        for line in grid:
-            line[column(curve.sweet_point)] = "|"
+        canvas.upright(curve.sweet_point, "|")
     for before, after in zip(curve.fitted, curve.fitted[1:], strict=False):
         # A line between two whole numbers of cores.
-        for at in range(column(before.cores), column(after.cores) + 1):
-            cores = at * most_cores / (_WIDTH - 1)
+        for at in range(canvas.column(before.cores), canvas.column(after.cores) + 1):
+            cores = canvas.at(at)
             share = min(1.0, max(0.0, (cores - before.cores) / (after.cores - before.cores)))
-            put(cores, before.steps_per_s + share * (after.steps_per_s - before.steps_per_s), ".")
+            canvas.put(cores, before.steps_per_s + share * (after.steps_per_s - before.steps_per_s), ".")
     for point in curve.points:
-        put(point.cores, point.steps_per_s, "o" if point.is_inherited else "*")
-    labels = [f"{most_rate:.3g}", *[""] * (_HEIGHT - 2), "0"]
-    margin = max(map(len, labels))
-    drawn = [f"{label:>{margin}} |{''.join(line)}".rstrip() for label, line in zip(labels, grid, strict=True)]
-    last = f"{most_cores:g}"
-    axis = " " * (margin + 1) + "+" + "-" * _WIDTH
-    scale = " " * (margin + 2) + "0" + " " * (_WIDTH - 1 - len(last)) + last
+        canvas.put(point.cores, point.steps_per_s, "o" if point.is_inherited else "*")
     legend = "steps/s by cores for each GPU: * measured, o of its series, . fitted, | theta"
-    return [*drawn, axis, scale, legend]
+    return [*canvas.lines(), legend]
 
 
 # -- a job that would be submitted -------------------------------------------------------------------------------------

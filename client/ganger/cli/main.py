@@ -25,6 +25,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "show": ("ganger.cli.show", "show", "Show all that is known of jobs."),
     "why": ("ganger.cli.show", "why", "Print why a job waits, and when it may start."),
     "profile": ("ganger.cli.show", "profile", "Show the measured rates of a job by CPU cores."),
+    "plot": ("ganger.cli.metric_plot", "plot", "Draw what jobs have logged, by step, and list their epochs."),
+    "export": ("ganger.cli.metric_plot", "export", "Write what jobs have logged as CSV or for TensorBoard."),
     "logs": ("ganger.cli.logs", "logs", "Print what a job wrote."),
     "update": ("ganger.cli.submit", "update", "Change the request of a job: priority, time limit, name and wishes."),
     "suspend": ("ganger.cli.job_orders", "suspend", "Stop jobs between two mini-batches, keeping their state."),
