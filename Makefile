@@ -59,7 +59,7 @@ postgresql: $(STAMP) ## the store and fail-over on a PostgreSQL server (Debian's
 criu: $(STAMP) ## CRIU for images of processes, from Debian's archive, in .venv (the system stays as it is)
 	@tools/fetch_criu.sh $(VENV)/criu $(BIN)/criu
 
-adapters: $(STAMP) ## transformers, accelerate and lightning, in .venv, so that the adapters for them are tested
+adapters: $(STAMP) ## transformers, accelerate, lightning and tensorboard, in .venv, so that what needs them is tested
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --group adapters
 
 check: $(STAMP) ## lint, types, layers, and guards of names, words and sizes

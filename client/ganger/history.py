@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
-from ganger.job_state import JobTimes, Totals
+from ganger.job_state import JobTimes, Span, Totals
 from ganger.text import counted, format_duration
 
 
@@ -30,6 +30,18 @@ class HistorySection(NamedTuple):
     kind: str
     text: str
     figures: Mapping[str, str]
+
+
+def spans_of(events: Iterable[HistoryEvent], now: float) -> list[Span]:
+    """Return the states of a job in order, from its events. `now`: end of the present one, in Unix seconds."""
+    times = JobTimes()
+    last = 0.0
+    for event in events:
+        _sentence_of(times, event)
+        last = event.time
+    if now > last:
+        times.enter(now)
+    return times.spans
 
 
 def history_of(events: Iterable[HistoryEvent], now: float = 0.0) -> tuple[list[HistorySection], Totals]:
@@ -90,6 +102,7 @@ def _sentence_of(times: JobTimes, event: HistoryEvent) -> str:
 
 def _submitted(times: JobTimes, event: HistoryEvent) -> str:
     times.enter(event.time, "waited")
+    times.gpus = _whole(event.figures.get("gpus"))
     gpus, tasks = event.figures.get("gpus", "0"), event.figures.get("tasks", "1")
     size = counted(gpus, "GPU") + (f" in {tasks} tasks" if tasks not in ("1", gpus) else "")
     return f"submitted{_by(event)}: {size if gpus != '0' else counted(tasks, 'task') + ' without GPUs'}"
@@ -126,7 +139,7 @@ def _suspend_ordered(times: JobTimes, event: HistoryEvent) -> str:
 def _parked(times: JobTimes, event: HistoryEvent) -> str:
     took = f", {_duration(event.time - times.stopping_since)} after the order" if times.stopping_since else ""
     times.enter(event.time, "parked")
-    times.slice_share = ""
+    times.slice_share, times.level = "", event.figures.get("level", "")
     if times.moving_since:
         # It gives up devices that others wait for.
         return f"rests at {event.figures.get('level', '?').lower()} for its move, step {event.figures.get('step', '?')}"
@@ -155,6 +168,8 @@ def _move_committed(times: JobTimes, event: HistoryEvent) -> str:
     ran_on = "; it ran on until then" if times.state == "ran" and not times.slice_share else ""
     # Its next step is reported as the first step of a start.
     times.enter(event.time, "starting")
+    if event.kind == "resize_committed":
+        times.gpus = times.becomes or times.gpus
     times.moving_since = 0.0
     times.slice_share, times.next_slice_share = times.next_slice_share, ""
     return f"handed over at step {step}{took}{ran_on}"
@@ -163,9 +178,19 @@ def _move_committed(times: JobTimes, event: HistoryEvent) -> str:
 def _resize_begun(times: JobTimes, event: HistoryEvent) -> str:
     times.moving_since = event.time
     figures = event.figures
+    times.becomes = _whole(figures.get("becomes"))
     why = f": {event.message}" if event.message else ""
     before = counted(figures.get("devices", "?"), "GPU")
     return f"goes from {before} to {figures.get('becomes', '?')}{_by(event)}{_for(event)}{why}"
+
+
+def _size_chosen(times: JobTimes, event: HistoryEvent) -> str:
+    times.gpus = _whole(event.figures.get("becomes")) or times.gpus
+    return f"is to start with {counted(event.figures.get('becomes', '?'), 'GPU')}{_by(event)}"
+
+
+def _whole(text: str | None) -> int:
+    return int(text) if text and text.isdecimal() else 0
 
 
 def _given_up(times: JobTimes, event: HistoryEvent) -> str:
@@ -314,7 +339,7 @@ _SENTENCES: dict[str, Callable[[JobTimes, HistoryEvent], str]] = {
     "move_committed": _move_committed,
     "move_done": lambda times, event: f"moved: it stood still for {_pause(times, event)}, and lost no step",
     "move_aborted": _given_up,
-    "size_chosen": lambda _, event: f"is to start with {counted(event.figures.get('becomes', '?'), 'GPU')}{_by(event)}",
+    "size_chosen": _size_chosen,
     "resize_begun": _resize_begun,
     "resize_committed": _move_committed,
     "resize_done": lambda times, event: f"resized: it stood still for {_pause(times, event)}, and lost no step",

@@ -129,6 +129,8 @@ def _of_jobs(snapshot: Snapshot) -> Iterator[Any]:
     since = min((job.pending_since for job in waiting if job.pending_since), default=snapshot.now)
     text = "Longest time for which a job has been pending."
     yield _gauge("ganger_longest_pending_seconds", text, max(0.0, snapshot.now - since))
+    late = sum(0 < job.spec.deadline < snapshot.now for job in live)
+    yield _gauge("ganger_jobs_past_deadline", "Jobs that have not ended by their deadline.", late)
     text = "Pending jobs that were refused a gang, by the first reason of the last refusal."
     yield _gauges("ganger_pending_jobs_refused", text, "reason", Counter(snapshot.blockers))
 
@@ -216,6 +218,8 @@ def _of_the_meter(snapshot: Snapshot) -> Iterator[Any]:
     yield _counters("ganger_events", "Entries of the history, by kind.", "kind", meter.events)
     failed = _all(meter.failed_attempts, (kind.name for kind in OutcomeKind if kind is not OutcomeKind.NONE))
     yield _counters("ganger_failed_attempts", "Attempts that failed, by outcome.", "outcome", failed)
+    text = "Jobs with a deadline that have ended: by then (met), or later or in failure (missed)."
+    yield _counters("ganger_deadlines", text, "outcome", _all(meter.deadlines, ("met", "missed")))
     text = "From when a job began to wait to the approval of its gang."
     yield _histogram("ganger_queue_wait_seconds", text, meter.waits)
     text = "How long a move or a change of size made a job stand still, from its last step to its next."

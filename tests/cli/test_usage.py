@@ -6,12 +6,13 @@ import json
 import time
 
 import pytest
-from ganger.v1 import usage_pb2
+from ganger.v1 import job_pb2, usage_pb2
 from ganger.wire import times
 from kit.canned import Call, CannedMaster
 
 Output = pytest.CaptureFixture[str]
 DAY = 1_793_923_200.0
+DAY_S = 86_400
 
 
 def usage() -> usage_pb2.Usage:
@@ -78,3 +79,56 @@ def test_without_any_use_a_script_reads_nothing(call: Call, master: CannedMaster
     assert call("usage") == 0
     said = capsys.readouterr()
     assert (said.out, said.err) == ("", "no user has used a GPU\n")
+
+
+def submitted(master: CannedMaster, number: int, user: str, ago_s: float) -> job_pb2.Job:
+    """Let the master have a job that waited a minute, ran for half an hour on two GPUs, and ended at its deadline."""
+    begun = time.time() - ago_s
+    job = master.jobs[f"jobs/{number}"] = job_pb2.Job(
+        name=f"jobs/{number}", user=user, state=job_pb2.Job.STATE_SUCCEEDED, create_time=times.timestamp(begun)
+    )
+    job.start_time.CopyFrom(times.timestamp(begun + 60))
+    job.end_time.CopyFrom(times.timestamp(begun + 1_860))
+    job.spec.deadline.CopyFrom(times.timestamp(begun + 1_860))
+    for at, kind in ((0, "job_submitted"), (60, "gang_approved"), (60, "gang_running"), (1_860, "job_succeeded")):
+        figures = {"gpus": "2"} if kind == "job_submitted" else {}
+        master.events.append(
+            job_pb2.Event(
+                sequence=len(master.events) + 1,
+                subject=job.name,
+                kind=kind,
+                time=times.timestamp(begun + at),
+                figures=figures,
+            )
+        )
+    return job
+
+
+def test_a_report_has_gpu_hours_waiting_completion_times_and_deadlines_by_user(
+    call: Call, master: CannedMaster, capsys: Output
+) -> None:
+    submitted(master, 1, "ann", 7_200)
+    submitted(master, 2, "bob", 7_200)
+    submitted(master, 3, "bob", 10 * DAY_S)
+    assert call("report") == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[0][:6] == ["USER", "ENDED", "LIVE", "GPU-HOURS", "HELD", "IDLE"]
+    assert rows[1][:6] == ["all", "2", "succeeded", "0", "2.00", "2.00"]
+    assert rows[2][:7] == ["ann", "1", "succeeded", "0", "1.00", "1.00", "0.00"]
+    assert rows[2][7:] == ["1m", "1m", "1m", "31m", "31m", "31m", "1", "met", "0"]
+    assert rows[3][0] == "bob"
+    assert call("report", "--user", "bob", "--since", "30d", "--json") == 0
+    (found,) = json.loads(capsys.readouterr().out)["users"]
+    assert (found["ended"], found["live"]) == ({"succeeded": 2}, 0)
+    assert found["gpu_hours"] == {"stepped": 2.0, "held": 2.0, "idle": 0.0}
+    assert found["jct_s"] == {"mean": 1860.0, "p50": 1860.0, "p95": 1860.0, "count": 2}
+    assert found["deadlines"] == {"met": 2, "missed": 0, "at_risk": 0, "open": 0}
+
+
+def test_a_report_over_no_time_is_a_wrong_use(call: Call, capsys: Output) -> None:
+    assert call("report", "--since", "1d", "--until", "2d") == 2
+    assert "--until 2d is not after --since 1d" in capsys.readouterr().err
+    assert call("report", "--until", "soon") == 2
+    assert "--until: 'soon' is no date" in capsys.readouterr().err
+    assert call("report") == 0
+    assert "no job ended or lived in that time" in capsys.readouterr().err

@@ -37,10 +37,11 @@ def test_waits_pauses_and_failed_attempts_are_taken_from_the_history() -> None:
         ("gang_approved", {"epoch": "3"}),
         ("move_done", {"pause_ms": "1500.0"}),
         ("attempt_failed", {"outcome": "LAUNCH_FAILED"}),
-        ("job_failed", {}),
+        ("job_failed", {"deadline": "missed"}),
     ):
         meter.happened([HistoryRow(1, 0.0, "jobs/1", kind, "test", "", figures)])
     assert meter.events == {"gang_approved": 2, "move_done": 1, "attempt_failed": 1, "job_failed": 1}
     assert (meter.waits.count, meter.waits.sum) == (1, 7.25)
     assert meter.pauses.sum == 1.5
     assert meter.failed_attempts == {"LAUNCH_FAILED": 1}
+    assert meter.deadlines == {"missed": 1}

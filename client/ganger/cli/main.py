@@ -45,6 +45,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "partitions": ("ganger.cli.partitions", "partitions", "List partitions, with what is free and their limits."),
     "reserve": ("ganger.cli.reserve", "reserve", "Keep nodes for users or for maintenance, for a time."),
     "usage": ("ganger.cli.usage", "usage", "Show what users and teams have used, and their shares."),
+    "report": ("ganger.cli.usage", "report", "Show how jobs fared: GPU-hours, waiting, deadlines, by user."),
     "top": ("ganger.cli.top", "top", "Watch nodes and jobs, live."),
     "history": ("ganger.cli.history", "history", "Print what happened to a job, and why."),
     "events": ("ganger.cli.history", "events", "List what happened, event by event."),

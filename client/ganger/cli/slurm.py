@@ -31,7 +31,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "sstat": "`ganger show JOB`",
     "sprio": "`ganger why JOB`",
     "sshare": "`ganger usage`",
-    "sreport": "`ganger usage`",
+    "sreport": "`ganger report`, and `ganger usage`",
     "sattach": "`ganger logs -f JOB`",
     "smap": "`ganger top`",
     "list": "`ganger queue`",

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from ganger.cluster.fit import demand
-from ganger.job_state import JobState
+from ganger.job_state import JobState, deadline_outcome
 from msgspec.structs import replace
 
 from ganger_master.core import gang_orders
@@ -293,6 +293,8 @@ def _rest_after_failure(state: State, job: JobRecord, source: Gang | None, now: 
 def _finish(state: State, job: JobRecord, now: float, cause: str) -> None:
     state.put_job(replace(job, end_time=now, epoch=0, capabilities=job.capabilities))
     figures = {"failure": job.failure.reason} if job.failure else {}
+    if outcome := deadline_outcome(job.state, job.spec.deadline, now, is_over=True):
+        figures["deadline"] = outcome.value
     if job.state is JobState.SUCCEEDED and (unreported := _unreported(job)):
         state.history(now, job, "rule_unused", cause, f"no {unreported} was reported", metric=unreported)
     state.history(now, job, f"job_{job.state.value.lower()}", cause, job.reason, **figures)

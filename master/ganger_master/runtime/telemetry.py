@@ -141,6 +141,8 @@ class MasterCounters:
         # By kind of history, by outcome, and by the first reason.
         self.events: Counter[str] = Counter()
         self.failed_attempts: Counter[str] = Counter()
+        # Of jobs with a deadline that have ended, by outcome.
+        self.deadlines: Counter[str] = Counter()
         self.rejections: Counter[str] = Counter()
         # From when a job began to wait to the approval of its gang, and how long moves made jobs stand still.
         self.waits = Distribution(_WAIT_S)
@@ -183,5 +185,7 @@ class MasterCounters:
                 self.waits.add(float(waited))
         elif kind == "attempt_failed":
             self.failed_attempts[entry.figures["outcome"]] += 1
+        elif outcome := entry.figures.get("deadline"):
+            self.deadlines[str(outcome)] += 1
         elif kind in _MOVED:
             self.pauses.add(float(entry.figures["pause_ms"]) / 1_000.0)
