@@ -38,6 +38,7 @@ from ganger.spec_values import (
     parse_mechanism,
     parse_name,
     parse_positive_duration,
+    parse_schedule_at,
     parse_scheduler,
     parse_stop_signal,
     parse_weight,
@@ -67,6 +68,7 @@ KEYS = frozenset(
         *("priority", "weight", "converges", "time", "deadline", "max_failures", "scheduler", "preemptible", "movable"),
         *("checkpoint_every", "labels", "agent", "distributed", "mechanism", "must_move", "close_connections"),
         *("signal", "grace", "requeue", "checkpoint_copies", "disk_mb_per_s", "net_mb_per_s", "partition"),
+        "schedule_at",
     ]
 )
 # One of locality, tolerance and patience replaces all of them.
@@ -146,6 +148,7 @@ def make_spec(
         mechanism=reader.read("mechanism", parse_mechanism, MECHANISM_UNSPECIFIED),
         is_move_required=reader.read("must_move", parse_boolean, None) or False,
         closes_connections=reader.read("close_connections", parse_boolean, None) or False,
+        is_scheduled_at_epochs=reader.read("schedule_at", parse_schedule_at, False),
     )
     if reader.has("command") and (hint := command_hint(spec.command, spec.working_directory)):
         reader.complain("command", hint)

@@ -354,6 +354,13 @@ def parse_scheduler(value: object) -> str:
     return parse_text(value)
 
 
+def parse_schedule_at(value: object) -> bool:
+    """Return whether the job is scheduled at ends of its epochs."""
+    if value not in ("step", "epoch"):
+        raise ValueError(f"{value!r} is neither step nor epoch")
+    return value == "epoch"
+
+
 def parse_boolean(value: object) -> bool | None:
     if not isinstance(value, bool):
         raise ValueError(f"must be true or false, not {value!r}")

@@ -88,6 +88,7 @@ class Config:
     checkpoint_interval_s: float = 1800.0
     restart_delay_s: float = 10.0
     move_deadline_s: float = 600.0
+    epoch_wait_s: float = 3600.0
     # The database was restored from a backup. The master mostly detects this by itself; with true it assumes it.
     restored: bool = False
     restored_wait_s: float = 20.0

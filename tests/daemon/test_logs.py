@@ -225,3 +225,26 @@ def test_a_copy_that_a_job_has_replaced_is_neither_waited_for_nor_followed(tmp_p
     with pytest.raises(OSError, match=path.name):
         store.mirror("job", 0, 1)
     assert elsewhere.read_text() == "mine"
+
+
+def test_the_series_of_attempts_on_two_nodes_are_one_on_storage_and_a_link_is_not_read(tmp_path: Path) -> None:
+    storage = tmp_path / "storage"
+    first, second = (LogStore(tmp_path / node, storage) for node in ("n0", "n1"))
+    written = tmp_path / "rank-0.series"
+    written.write_text("0 1 @start 0.0\n10 2 loss 3.0\n20 3 loss 2.0\n")
+    first.mirror_series("uid", 1, written)
+    written.write_text("10 4 @start 0.0\n15 5 loss 2.5\n")
+    second.mirror_series("uid", 2, written)
+    # The first node is late, with what it has copied before.
+    first.mirror_series("uid", 1, tmp_path / "missing")
+
+    def losses(logs: LogStore) -> list[tuple[int, float]]:
+        return [(point.step, point.values[0]) for point in logs.series("uid").of("loss")]
+
+    assert losses(second) == [(10, 3.0), (15, 2.5)]
+    assert losses(first) == losses(LogStore(tmp_path / "n2", storage)) == losses(second)
+    secret = tmp_path / "secret"
+    secret.write_text("99 9 loss 9.0\n")
+    written.unlink()
+    written.symlink_to(secret)
+    assert not LogStore(tmp_path / "n3").series("uid", [(3, written)]).points

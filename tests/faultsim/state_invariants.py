@@ -9,6 +9,7 @@ from ganger.cluster.fit import MEMORY_SHARE
 from ganger.cluster.resources import Bandwidth, Claim, exceeds, more_bandwidth
 from ganger.cluster.topology import bits
 from ganger.job_state import JobState
+from ganger.protocol.stop_rules import EPOCH_BIT
 from ganger_master.core.colocation import holders_on
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole
 from ganger_master.core.job_model import JobRecord, SuspendLevel
@@ -180,7 +181,7 @@ def _orders(state: State, gang: Gang, job: JobRecord) -> Iterator[str]:
             yield f"epoch {epoch} is to run without holding its placement"
     if gang.intent in (GangIntent.PARK, GangIntent.HAND_OVER) and not gang.stop_sequence:
         yield f"epoch {epoch} is to stop, but its stop has no number"
-    if gang.stop_sequence > gang.master_sequence:
+    if gang.stop_sequence & ~EPOCH_BIT > gang.master_sequence:
         yield f"epoch {epoch} stops at a later order than its newest"
     if (gang.intent is GangIntent.STOP) != (gang.role is GangRole.LEAVING):
         yield f"epoch {epoch} is {gang.role} with intent {gang.intent}"

@@ -12,6 +12,7 @@ from ganger.injob import order_handler
 from ganger.injob.control import Control, Handlers, StopRequest
 from ganger.injob.page import Page, RawPoint, now_ns, page_path
 from ganger.injob.page_layout import EXIT_NO_STATE, Error, PageOrderKind, PageParkLevel, PagePhase, PageState, Word
+from ganger.protocol.stop_rules import EPOCH_BIT
 from injob.control_kit import meanwhile, within
 
 
@@ -60,6 +61,65 @@ def test_alone_a_rank_pauses_at_its_own_boundary_and_goes_on(page: Page, control
     assert page.progress().first_step_time_ns == 0
     control.boundary()
     assert page.progress().first_step_time_ns > 0
+
+
+def test_a_stop_at_an_epoch_end_lets_the_rank_go_on_to_the_boundary_that_is_one(page: Page, control: Control) -> None:
+    control.start(0)
+    control.declare_epochs(True)
+    control.boundary()
+    page.write_order(2, PageOrderKind.STOP, stop_seq=2 | EPOCH_BIT, level=PageParkLevel.PAUSE)
+    for _ in range(3):
+        control.boundary()
+    assert (control.step, page.progress().state, page.raw_point().ack_step) == (4, PageState.RUNNING, 2)
+
+    def daemon() -> None:
+        within(lambda: page.progress().reached_seq == 2, "the pause")
+        assert (page.progress().state, page.progress().reached_step) == (PageState.PAUSED, 5)
+        page.write_order(3, PageOrderKind.RUN)
+
+    with meanwhile(daemon):
+        control.epoch_boundary()
+    control.boundary()
+    assert control.step == 6
+
+
+def test_a_stop_at_the_next_boundary_overtakes_one_that_waits_for_an_epoch_end(page: Page, control: Control) -> None:
+    control.start(0)
+    control.declare_epochs(True)
+    page.write_order(2, PageOrderKind.STOP, stop_seq=2 | EPOCH_BIT, level=PageParkLevel.PAUSE)
+    control.boundary()
+    control.boundary()
+    page.write_order(3, PageOrderKind.STOP, stop_seq=3, level=PageParkLevel.PAUSE)
+
+    def daemon() -> None:
+        within(lambda: page.progress().reached_seq == 3, "the pause")
+        assert page.progress().reached_step == 3
+        page.write_order(4, PageOrderKind.RUN)
+
+    with meanwhile(daemon):
+        control.boundary()
+    assert control.step == 3
+
+
+@pytest.mark.parametrize("are_boundaries", [None, False], ids=["no epochs", "epochs that end between two boundaries"])
+def test_a_loop_without_epoch_ends_stops_at_its_next_boundary(
+    page: Page, control: Control, are_boundaries: bool | None
+) -> None:
+    control.start(0)
+    if are_boundaries is not None:
+        control.declare_epochs(True)
+    page.write_order(2, PageOrderKind.STOP, stop_seq=2 | EPOCH_BIT, level=PageParkLevel.PAUSE)
+    if are_boundaries is not None:
+        control.boundary()
+        control.declare_epochs(are_boundaries)
+
+    def daemon() -> None:
+        within(lambda: page.progress().reached_seq == 2, "the pause")
+        page.write_order(3, PageOrderKind.RUN)
+
+    with meanwhile(daemon):
+        control.boundary()
+    assert page.progress().reached_step == (1 if are_boundaries is None else 2)
 
 
 def test_levels_deepen_during_one_stop_and_run_restores(page: Page, control: Control, tmp_path: Path) -> None:

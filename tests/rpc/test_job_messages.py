@@ -68,6 +68,7 @@ SPEC = JobSpec(
     mechanism=Mechanism.SIGNAL,
     is_move_required=True,
     closes_connections=True,
+    is_scheduled_at_epochs=True,
     stop_signal="USR1",
     stop_grace_s=300.0,
     checkpoint_copies=2,

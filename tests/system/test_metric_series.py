@@ -19,7 +19,7 @@ from kit.waiting import eventually
 pytestmark = [pytest.mark.system, pytest.mark.torch]
 
 SCRIPT = Path(__file__).parent / "jobs" / "epochs.py"
-EPOCHS, STEPS = 12, 8
+EPOCHS, STEPS = 100, 8
 
 
 @pytest.fixture
@@ -49,10 +49,10 @@ def steps_of(shell: Shell, job: str, name: str) -> list[int]:
 def test_a_series_has_each_step_once_over_a_move_a_failure_and_kills(cluster: Cluster, tmp_path: Path) -> None:
     shell, go = Shell(cluster.master_directory), tmp_path / "go"
     options = ("--gpus", "2", "--memory", "1G", "--checkpoint-every", "1s", "--max-failures", "2")
-    job = shell.submit(*options, "--", sys.executable, str(SCRIPT), str(EPOCHS), str(go))
+    job = shell.submit(*options, "--", sys.executable, str(SCRIPT), str(EPOCHS), str(STEPS), str(go))
 
     def story() -> str:
-        return f"{shell.try_('show', job).out}{shell.try_('logs', '--all', job).out}{series(shell, job)}"
+        return f"{shell.try_('show', job).out}{shell.try_('logs', '--all', job).out}{steps_of(shell, job, 'place')}"
 
     def wait_steps(count: int) -> None:
         target = max([0, *steps_of(shell, job, "place")]) + count

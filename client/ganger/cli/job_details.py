@@ -36,7 +36,6 @@ _TAIL_BYTES = 8 * 1024
 
 def pairs(job: Job) -> list[tuple[str, str]]:
     """Return what `show` prints, as names and texts; empty texts are not shown."""
-
     gang, spec = job.gang, job.spec
     can = [level for level in _LEVELS if getattr(job.capabilities, f"can_{level}")]
     if job.capabilities.offload_by:
@@ -91,6 +90,7 @@ def pairs(job: Job) -> list[tuple[str, str]]:
         ("efficiency", job_table.efficiency(job)),
         ("time limit", format_duration(times.seconds(spec.time_limit)) if spec.HasField("time_limit") else ""),
         ("deadline", job_table.instant(spec.deadline)),
+        ("scheduled at", _scheduled_at(job)),
         ("gpu memory", format_memory(spec.gpu_memory_bytes) if spec.gpu_memory_bytes else ""),
         ("labels", " ".join(f"{name}={text}" for name, text in sorted(spec.labels.items()))),
     ]
@@ -105,6 +105,14 @@ def memory_text(progress: Progress) -> str:
         return f"{text}; whether its page cache is too small is not measured"
     again = f"{format_memory(int(progress.refault_bytes_per_s))}/s of files read again"
     return f"{text}; {again}, which the page cache had no room for"
+
+
+def _scheduled_at(job: Job) -> str:
+    if not job.spec.is_scheduled_at_epochs:
+        return ""
+    if job.progress.step and not job.progress.training_epochs:
+        return "any step, as it reports no epochs (job.epochs(n) in its script does)"
+    return "ends of its epochs"
 
 
 def _member(job: Job) -> str:
@@ -351,6 +359,7 @@ def _spec_pairs(spec: JobSpec) -> list[tuple[str, str]]:
         ("checkpoint_every", "never" if every < 0 else _time(spec, "checkpoint_interval")),
         ("preemptible", "false" if spec.HasField("preemptible") and not spec.preemptible else ""),
         ("movable", "false" if spec.HasField("movable") and not spec.movable else ""),
+        ("schedule_at", "epoch" if spec.is_scheduled_at_epochs else ""),
         ("scheduler", spec.scheduler),
         ("agent", "none" if spec.agent == JobSpec.AGENT_NONE else ""),
         ("mechanism", enum_text(Mechanism, spec.mechanism) if spec.mechanism else ""),

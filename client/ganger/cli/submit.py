@@ -93,6 +93,7 @@ class _Submission(click.Command):
     "--checkpoint-copies", metavar="1|2", help="Without shared storage: nodes that keep each checkpoint. [default: 1]"
 )
 @click.option("--not-preemptible", is_flag=True, help="Never suspend or move it unless a person asks.")
+@click.option("--schedule-at", metavar="step|epoch", help="epoch: plans stop or move it at ends of its epochs only.")
 @click.option("--no-move", is_flag=True, help="Never move it for another job's sake.")
 @click.option("--scheduler", metavar="MODULE:CLASS", help="Your own job scheduler, started with the job.")
 @click.option("--agent", metavar="automatic|none", help="none: inject nothing into the script.")

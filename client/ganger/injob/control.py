@@ -222,6 +222,20 @@ class Control:
             self._started = True
             atexit.register(self._at_exit)
 
+    def declare_epochs(self, are_boundaries: bool) -> None:
+        """The loop that begins has epochs. ``are_boundaries``: their ends are passed by `epoch_boundary`."""
+        self._obedience.has_epoch_ends = are_boundaries
+        self._set_step(self.step)  # So that the next boundary looks at its order
+
+    def epoch_boundary(self) -> None:
+        """Pass the boundary of an epoch's last step, where orders are carried out that wait for one."""
+        self._set_step(self.step)
+        self._obedience.is_epoch_end = True
+        try:
+            self.boundary()
+        finally:
+            self._obedience.is_epoch_end = False
+
     def safe_point(self) -> None:
         """Look at what needs no agreement, in the middle of something long: the fence, the cores, the socket."""
         self._obedience.look(now_ns())

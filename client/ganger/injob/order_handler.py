@@ -25,7 +25,7 @@ from ganger.injob.page_layout import (
     PageState,
     Word,
 )
-from ganger.protocol.stop_rules import BoundaryDecision, decide
+from ganger.protocol.stop_rules import BoundaryDecision, decide, stops_at_epoch_end
 from ganger.text import os_failure, os_reason
 
 # No order has this number, so the hot path comes here at its next boundary whatever the page says.
@@ -106,6 +106,8 @@ class OrderHandler:
         self._failure = (Error.NONE, "")  # What the last handler that failed met
         self._held = False  # Stopped at a boundary since the last RUN
         self._held_at_ns = 0
+        # Whether the script's loop has epochs that end at a boundary, and whether the present boundary is such an end.
+        self.has_epoch_ends = self.is_epoch_end = False
         self.rested_ns = 0
         self._offloaded = False
         self._is_on_storage = False  # Saved and freed at a stop: the state is in the shard alone
@@ -190,11 +192,14 @@ class OrderHandler:
     def _pass_agreed(self, order: PageOrder, agreement: int, step: int, backoff: Backoff) -> int | None:
         """Return as `_pass` does if the boundary is passed under an agreement, or None after a wait or a stop."""
         decision = self._decide(agreement)
-        if decision.finished:
+        is_due = decision.stop_step is not None and step >= decision.stop_step
+        at_epoch_end = stops_at_epoch_end(agreement)
+        if decision.finished or (is_due and at_epoch_end and self.has_epoch_ends and not self.is_epoch_end):
             if self._is_able(order) and self._may_step(order):
                 return order.seq
-        elif decision.stop_step is not None and step >= decision.stop_step:
-            assert step == decision.stop_step, f"step {step} lies beyond the agreed stop {decision.stop_step}"
+        elif is_due:
+            is_agreed = at_epoch_end or step == decision.stop_step
+            assert is_agreed, f"step {step} lies beyond the agreed stop {decision.stop_step}"
             self._stop_here(order, agreement, step, backoff)
             return None
         elif step < decision.limit and self._is_able(order) and self._may_step(order):

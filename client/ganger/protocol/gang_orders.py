@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from ganger.protocol.slice_rotation import SliceSwitch
+from ganger.protocol.stop_rules import stops_at_epoch_end
 
 # Above all stop numbers of a master.
 _SLICE_BIT = 1 << 61
@@ -86,6 +87,11 @@ class DesiredOrder:
     @property
     def epoch(self) -> int:
         return self.order.epoch
+
+    @property
+    def waits_for_epoch(self) -> bool:
+        """Whether ranks that report epochs go on to the end of theirs."""
+        return stops_at_epoch_end(self.stop_sequence)
 
     @property
     def asks_to_leave(self) -> bool:

@@ -7,6 +7,9 @@ Why it is safe: a rank that has not acknowledged will do so at its published ste
 max(acks) + 1 is never below any limit computed on the way. Why it is live: the limit follows the slowest rank that has
 not acknowledged, so that rank always finds its partners in the collective operations before its next boundary.
 
+An agreement whose number has `EPOCH_BIT` is carried out at the first end of an epoch at or after its stop step. All
+ranks run the same loop, so they come to the same end without another message.
+
 The lease says until when a rank may step without word from the master. The daemon and the launcher decide by the same
 rule: whichever of them lives keeps the lease. A lease runs from the sending of the last answered call.
 """
@@ -15,6 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
+
+# In the number of an agreement: ranks whose loop has epochs stop at the end of one. Above all orders of a master, below
+# the bits of slice switches and checkpoints.
+EPOCH_BIT = 1 << 60
+_OTHER_AGREEMENTS = 0b11 << 61
+
+
+def stops_at_epoch_end(agreement: int) -> bool:
+    """Return whether a stop of this number waits for the end of an epoch."""
+    return bool(agreement & EPOCH_BIT) and not agreement & _OTHER_AGREEMENTS
 
 
 class RankPoint(NamedTuple):

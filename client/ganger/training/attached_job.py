@@ -247,19 +247,22 @@ class TrainingJob:
         The last step of an epoch's pass has its boundary when the epoch is over, and what the script does after the
         pass is done; that of the last epoch has none, as training is over.
         """
-        page = None if self._control is None else self._control.page
         first = self._enter_loop(counts_steps=False)
         made_before = self._made
-        if page is not None:
-            page.set(Word.TRAINING_EPOCHS, max(0, count))
+        if self._control is not None:
+            self._control.page.set(Word.TRAINING_EPOCHS, max(0, count))
+            self._control.declare_epochs(True)
         for self._epoch in range(first, count):
             self._clock.begin(self._epoch)
             if self._place.held:
                 self._boundary()
+            elif self._epoch > first and self._control is not None:
+                # Its steps had their boundaries before it was known that the epoch ends.
+                self._control.declare_epochs(False)
             self._made = made_before
             self._place.begin_epoch()
-            if page is not None:
-                page.set(Word.TRAINING_EPOCH, self._epoch)
+            if self._control is not None:
+                self._control.page.set(Word.TRAINING_EPOCH, self._epoch)
             try:
                 yield self._epoch
             except GeneratorExit:
@@ -429,12 +432,12 @@ class TrainingJob:
             seed_everything(mixed(self._seed, restored.step, self.rank))
 
     def _boundary(self) -> None:
-        """The one that was held back until here."""
+        """The one of the last step of an epoch, which was held back until here."""
         self._place.held = 0
         if self._control is not None:
             self._control.is_step_owed = False
             try:
-                self._control.boundary()
+                self._control.epoch_boundary()
             except Exception as problem:
                 self.step_aside(problem)
 

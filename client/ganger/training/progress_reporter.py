@@ -86,11 +86,12 @@ class ProgressReporter:
             self._set(loss.detach() if isinstance(loss, torch.Tensor) else loss)
 
     def _set(self, loss: Any) -> None:
-        if math.isfinite(value := float(loss)):
-            self.report_loss(value)
+        self.report_loss(float(loss))
 
     def report_loss(self, value: float) -> None:
-        """`value` is the loss at the present step."""
+        """`value` is the loss at the present step; one that is no number is left out."""
+        if not math.isfinite(value):
+            return
         self._page.set_loss(value)
         if self._series is not None:
             self._series.add_loss(self._words[Word.STEP], value)

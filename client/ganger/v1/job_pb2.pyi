@@ -350,6 +350,7 @@ class JobSpec(google.protobuf.message.Message):
     PARTITION_FIELD_NUMBER: builtins.int
     ROLE_PROGRAMS_FIELD_NUMBER: builtins.int
     CHECKPOINT_COPIES_FIELD_NUMBER: builtins.int
+    IS_SCHEDULED_AT_EPOCHS_FIELD_NUMBER: builtins.int
     display_name: builtins.str
     """A label for people; need not be unique, at most 63 characters."""
     working_directory: builtins.str
@@ -398,6 +399,8 @@ class JobSpec(google.protobuf.message.Message):
     """The partition whose nodes it may use; empty: the default. Of a job that the master shows: the partition that it is in."""
     checkpoint_copies: builtins.int
     """Nodes on which each checkpoint is kept where not all nodes see the storage: 0 or 1: that of rank 0; 2: another one, too."""
+    is_scheduled_at_epochs: builtins.bool
+    """Plans suspend, move and resize it at ends of its epochs only, if it reports epochs; a user's orders wait for none."""
     @property
     def command(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """argv; at least one element, at most 1,000, 64 KiB in all."""
@@ -473,10 +476,11 @@ class JobSpec(google.protobuf.message.Message):
         partition: builtins.str = ...,
         role_programs: collections.abc.Iterable[Global___RoleProgram] | None = ...,
         checkpoint_copies: builtins.int = ...,
+        is_scheduled_at_epochs: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable", "_preemptible", b"_preemptible", "checkpoint_interval", b"checkpoint_interval", "convergence", b"convergence", "deadline", b"deadline", "locality", b"locality", "movable", b"movable", "preemptible", b"preemptible", "stop_grace", b"stop_grace", "time_limit", b"time_limit"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable", "_preemptible", b"_preemptible", "agent", b"agent", "checkpoint_copies", b"checkpoint_copies", "checkpoint_interval", b"checkpoint_interval", "closes_connections", b"closes_connections", "command", b"command", "convergence", b"convergence", "deadline", b"deadline", "device_type", b"device_type", "display_name", b"display_name", "distributed", b"distributed", "environment", b"environment", "gpu_memory_bytes", b"gpu_memory_bytes", "gpus_max", b"gpus_max", "gpus_min", b"gpus_min", "is_move_required", b"is_move_required", "labels", b"labels", "locality", b"locality", "max_failures", b"max_failures", "mechanism", b"mechanism", "movable", b"movable", "nodes", b"nodes", "partition", b"partition", "preemptible", b"preemptible", "priority", b"priority", "role_programs", b"role_programs", "roles", b"roles", "scheduler", b"scheduler", "stop_grace", b"stop_grace", "stop_signal", b"stop_signal", "time_limit", b"time_limit", "weight", b"weight", "working_directory", b"working_directory"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable", "_preemptible", b"_preemptible", "agent", b"agent", "checkpoint_copies", b"checkpoint_copies", "checkpoint_interval", b"checkpoint_interval", "closes_connections", b"closes_connections", "command", b"command", "convergence", b"convergence", "deadline", b"deadline", "device_type", b"device_type", "display_name", b"display_name", "distributed", b"distributed", "environment", b"environment", "gpu_memory_bytes", b"gpu_memory_bytes", "gpus_max", b"gpus_max", "gpus_min", b"gpus_min", "is_move_required", b"is_move_required", "is_scheduled_at_epochs", b"is_scheduled_at_epochs", "labels", b"labels", "locality", b"locality", "max_failures", b"max_failures", "mechanism", b"mechanism", "movable", b"movable", "nodes", b"nodes", "partition", b"partition", "preemptible", b"preemptible", "priority", b"priority", "role_programs", b"role_programs", "roles", b"roles", "scheduler", b"scheduler", "stop_grace", b"stop_grace", "stop_signal", b"stop_signal", "time_limit", b"time_limit", "weight", b"weight", "working_directory", b"working_directory"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__movable: typing_extensions.TypeAlias = typing.Literal["movable"]
     _WhichOneofArgType__movable: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable"]

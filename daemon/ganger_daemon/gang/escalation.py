@@ -92,6 +92,7 @@ class Escalation(OfGang):
         self._exits = exits
         self._ladder: Ladder | None = None
         self._pressed_at = time.monotonic()
+        self._steps: tuple[int, ...] = ()
         self.escalated = False  # Killed because it ignored an order
         self.stop_signalled = False  # SIGTERM was sent; it cannot be withdrawn
         self.asked_to_save_s = 0.0  # Unix seconds when the script was asked to save itself; zero before
@@ -156,6 +157,11 @@ class Escalation(OfGang):
             return
         if gang_judgement.is_busy(facts):
             self._ladder.extend(passed)
+        steps = tuple(rank.step for rank in facts.ranks)
+        if facts.wanted.waits_for_epoch and steps != self._steps and not is_leaving:
+            # It obeys as long as it steps: the end of its epoch may be hours away.
+            self._steps, self._ladder = steps, replace(self._ladder, since=now, rung=Rung.NONE)
+            return
         if not self._ladder.climb(now):
             return
         log.warning("escalation", extra={"gang": self._paths.group, "rung": self._ladder.rung.name})

@@ -209,15 +209,16 @@ class LogMirror:
 
     def _copy_now(self, is_last: bool) -> None:
         logs, paths, ranks = self._context.host.logs, self._context.paths, self._context.part.ranks
-        if 0 in ranks:
-            written = series_written(paths.work)
-            with contextlib.suppress(FileNotFoundError):
-                status = written.lstat()
-                seen = (status.st_size, status.st_mtime_ns)
-                if seen != self._series_seen:
-                    logs.mirror_series(paths.job_uid, paths.epoch, written)
-                    self._series_seen = seen
         logs.mirror_all(paths.job_uid, ranks, paths.epoch, is_last)
+        if 0 not in ranks:
+            return
+        written = series_written(paths.work)
+        with contextlib.suppress(FileNotFoundError):
+            status = written.lstat()
+            seen = (status.st_size, status.st_mtime_ns)
+            if seen != self._series_seen:
+                logs.mirror_series(paths.job_uid, paths.epoch, written)
+                self._series_seen = seen
 
 
 def series_written(work: Path) -> Path:

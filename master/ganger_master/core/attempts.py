@@ -16,6 +16,7 @@ from ganger_master.core.gang_model import Gang, GangPhase, GangRole, Restore
 from ganger_master.core.job_model import Failure, JobRecord, SuspendLevel, starting_anew
 from ganger_master.core.lifecycle import Act, act_of, is_refused
 from ganger_master.core.node_faults import emptying_figures
+from ganger_master.core.plan_changes import Goal
 from ganger_master.core.state import State
 
 # More consequences than gangs and orders one job can have mean a rule that feeds itself.
@@ -93,7 +94,10 @@ def suspend(state: State, event: JobSuspended) -> None:
     else:
         # A waiting job waits again once it is parked deeper, or cannot be: no plan parked it.
         waits = job.state is JobState.PENDING
-        state.put_gang(replace(gang_orders.park(gang, level, now, by_plan and not waits), purpose=event.purpose))
+        # A drain suspends only what could not be moved in time.
+        at_epoch_end = by_plan and job.spec.is_scheduled_at_epochs and event.purpose.goal is not Goal.DRAIN
+        parked = gang_orders.park(gang, level, now, by_plan and not waits, at_epoch_end)
+        state.put_gang(replace(parked, purpose=event.purpose))
         state.put_job(replace(job, state=JobState.HOLDING) if waits else job)
     if state.unstored.is_kept:
         figures = event.purpose.figures if gang is None else emptying_figures(state, gang, event.purpose)

@@ -75,8 +75,10 @@ def begin_resize(state: State, event: ResizeBegun) -> None:
     if source.phase is not GangPhase.PARKED:
         masks = {claim.node: claim.device_mask for claim in claims}
         gives_back = any(claim.device_mask & ~masks.get(claim.node, 0) for claim in source.claims)
+        source = replace(source, stops_at_epoch_end=gang_orders.waits_for_epoch(job, event.cause))
         if gives_back or state.gangs[epoch].restore.alone:
-            source = gang_orders.park(source, SuspendLevel.OFFLOAD, now, by_plan=True)
+            at_epoch_end = source.stops_at_epoch_end
+            source = gang_orders.park(source, SuspendLevel.OFFLOAD, now, by_plan=True, at_epoch_end=at_epoch_end)
         state.put_gang(replace(source, phase=GangPhase.RESIZING))
     figures = {"devices": source.devices, "becomes": devices_of(claims)}
     state.history(now, job, "resize_begun", event.cause, event.reason, epoch=epoch, **figures, **purpose.figures)

@@ -297,7 +297,7 @@ def _takes_no_turns(state: State, job: JobRecord) -> str:
         return "it is not to be suspended"
     if job.time_limit_s is not None:
         return "it has a time limit, which goes on while it rests"
-    return job.capabilities.no_turns
+    return job.no_time_slices
 
 
 def blockers_of(state: State, job: JobRecord, now: float) -> tuple[Refusal, ...]:

@@ -162,7 +162,8 @@ class Gang(Struct, frozen=True, gc=False, omit_defaults=True):
     park_level: SuspendLevel = SuspendLevel.NONE
     # Rises with every change of what is wanted.
     master_sequence: int = 1
-    # The master_sequence at which the present stop began; zero when running is wanted.
+    # The master_sequence at which the present stop began, with EPOCH_BIT where it waits for the end of an epoch; zero
+    # when running is wanted.
     stop_sequence: int = 0
     # Where every rank stopped, once all are parked.
     stop_step: int = 0
@@ -176,6 +177,8 @@ class Gang(Struct, frozen=True, gc=False, omit_defaults=True):
     since: float = 0.0
     # Parked by the planner: the job stays HOLDING.
     parked_by_plan: bool = False
+    # A plan stops it, or moves its job away, at the end of an epoch.
+    stops_at_epoch_end: bool = False
     # The level at which it is parked, also while a deeper one is ordered; NONE once it runs.
     rested_level: SuspendLevel = SuspendLevel.NONE
     # When a part last reported that the desired level is not available; zero: never.

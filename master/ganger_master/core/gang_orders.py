@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from ganger.cluster.resources import Claim, LocalityLevel
 from ganger.job_state import JobState
 from ganger.protocol.gang_orders import Mechanism
+from ganger.protocol.stop_rules import EPOCH_BIT, stops_at_epoch_end
 from msgspec.structs import replace
 
 from ganger_master.core.commands import ObservedGang
@@ -70,6 +71,7 @@ def run(gang: Gang, now: float) -> Gang:
             rested_level=SuspendLevel.NONE,
             phase=phase,
             parked_by_plan=False,
+            stops_at_epoch_end=False,
             # A report from before the order does not cover the steps after it.
             pieces=tuple(_not_parked(piece) for piece in gang.pieces),
             since=now,
@@ -78,16 +80,18 @@ def run(gang: Gang, now: float) -> Gang:
     )
 
 
-def park(gang: Gang, level: SuspendLevel, now: float, by_plan: bool) -> Gang:
-    """Order a gang to park at a level; during a stop, only the level changes."""
+def park(gang: Gang, level: SuspendLevel, now: float, by_plan: bool, at_epoch_end: bool = False) -> Gang:
+    """Order a gang to park at a level; during a stop, only the level changes. `at_epoch_end`: ranks that report epochs
+    go on to the end of theirs."""
     sequence = gang.master_sequence + 1
+    gang = replace(gang, stops_at_epoch_end=at_epoch_end)
     return replace(
         gang,
         master_sequence=sequence,
         intent=GangIntent.PARK,
         park_level=level,
         phase=GangPhase.STOPPING,
-        stop_sequence=gang.stop_sequence or sequence,
+        stop_sequence=_stop_sequence(gang, sequence),
         parked_by_plan=by_plan,
         since=now,
         idle=None,
@@ -97,7 +101,27 @@ def park(gang: Gang, level: SuspendLevel, now: float, by_plan: bool) -> Gang:
 def hand_over(gang: Gang) -> Gang:
     phase = GangPhase.RESIZING if gang.phase is GangPhase.RESIZING else GangPhase.MOVING
     ordered = _order(replace(gang, intent=GangIntent.HAND_OVER, phase=phase))
-    return replace(ordered, stop_sequence=gang.stop_sequence or ordered.master_sequence)
+    return replace(ordered, stop_sequence=_stop_sequence(gang, ordered.master_sequence))
+
+
+def waits_for_epoch(job: JobRecord, cause: str) -> bool:
+    """Return whether a move or resize of a job by this cause waits for the end of an epoch: a user's does not."""
+    return job.spec.is_scheduled_at_epochs and not cause.startswith("user:")
+
+
+def _stop_sequence_of_end(gang: Gang) -> int:
+    is_at_epoch_end = stops_at_epoch_end(gang.stop_sequence) and gang.phase is not GangPhase.PARKED
+    return 0 if is_at_epoch_end else gang.stop_sequence
+
+
+def _stop_sequence(gang: Gang, sequence: int) -> int:
+    """Return the number of the agreement of an order with this sequence. One at the end of an epoch is another than one
+    at the next boundary: ranks may be past the step of the former."""
+    bit = EPOCH_BIT if gang.stops_at_epoch_end else 0
+    known = gang.stop_sequence
+    if known and (gang.phase is GangPhase.PARKED or known & EPOCH_BIT == bit):
+        return known
+    return sequence | bit
 
 
 def stop(gang: Gang, now: float, checkpoint_first: bool = False) -> Gang:
@@ -110,6 +134,9 @@ def stop(gang: Gang, now: float, checkpoint_first: bool = False) -> Gang:
         role=GangRole.LEAVING,
         intent=GangIntent.STOP,
         phase=GangPhase.STOPPING,
+        # An end waits for no epoch.
+        stop_sequence=_stop_sequence_of_end(gang),
+        stops_at_epoch_end=False,
         checkpoint_first=checkpoint_first,
         since=now,
     )

@@ -273,6 +273,13 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED
         return self.capabilities.mechanism is _SIGNAL
 
     @property
+    def no_time_slices(self) -> str:
+        """Return why it is not time-sliced although it can be suspended; empty if it may be."""
+        if self.spec.is_scheduled_at_epochs:
+            return "it is scheduled at ends of its epochs, and time slices end at any step"
+        return self.capabilities.no_turns
+
+    @property
     def submitted_spec(self) -> JobSpec:
         """The spec as it was submitted, without later updates."""
         return self.spec if self.submitted is None else replace(self.spec, **asdict(self.submitted))

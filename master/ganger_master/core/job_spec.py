@@ -87,6 +87,8 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED_N
     role_programs: tuple[RoleProgram, ...] = ()
     # Nodes that keep each of its checkpoints where not all nodes see the storage; zero stands for one.
     checkpoint_copies: int = 0
+    # Plans stop it at ends of its epochs only.
+    is_scheduled_at_epochs: bool = False
     # Set by the master.
     array: Membership | None = None
 

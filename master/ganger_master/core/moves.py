@@ -14,6 +14,7 @@ from ganger_master.core.gang_orders import can_go_back
 from ganger_master.core.job_model import JobRecord, SuspendLevel, starting_anew
 from ganger_master.core.lifecycle import GangObservation, bad_outcome, observation_of
 from ganger_master.core.node_faults import emptying_figures
+from ganger_master.core.plan_changes import Goal
 from ganger_master.core.state import State
 
 
@@ -24,7 +25,9 @@ def begin(state: State, event: MoveBegun) -> int:
     job = replace(job, revision=job.revision + 1, trouble="")
     source = state.gangs[job.epoch]
     if source.phase is not GangPhase.PARKED:
-        state.put_gang(replace(source, phase=GangPhase.MOVING))
+        at_epoch_end = gang_orders.waits_for_epoch(job, event.cause)
+        source = replace(source, phase=GangPhase.MOVING, stops_at_epoch_end=at_epoch_end)
+        state.put_gang(source)
     epoch = gang_orders.go_on_elsewhere(state, job, source, event.claims, event.level, now)
     state.put_gang(replace(state.gangs[epoch], purpose=purpose))
     nodes = " ".join([claim.node for claim in event.claims])
@@ -34,9 +37,16 @@ def begin(state: State, event: MoveBegun) -> int:
 
 
 def give_up(state: State, number: int, now: float, cause: str) -> None:
-    """Undo a move whose deadline has passed, whichever side it waited for."""
+    """Undo a move whose deadline has passed, whichever side it waited for. A drain waits no longer for the end of an
+    epoch instead."""
     job = state.jobs[number]
-    destination = state.gangs[job.next_epoch]
+    source, destination = state.gangs[job.epoch], state.gangs[job.next_epoch]
+    if source.stops_at_epoch_end and destination.purpose.goal is Goal.DRAIN:
+        source = replace(source, stops_at_epoch_end=False)
+        is_ordered = source.intent is GangIntent.HAND_OVER
+        state.put_gang(gang_orders.hand_over(source) if is_ordered else source)
+        state.put_gang(replace(destination, since=now))
+        return
     abort(state, job, destination, now, cause, _late_node(state, state.gangs[job.epoch], destination))
 
 
@@ -74,7 +84,11 @@ def due_at(state: State, number: int) -> float:
     """Return when the move of a job is given up, by the master's clock."""
     job = state.jobs[number]
     grace_s = job.spec.stop_grace_s if job.saves_itself else 0.0
-    return state.gangs[job.next_epoch].since + state.settings.move_deadline_s + grace_s
+    waits_s = state.settings.move_deadline_s + grace_s
+    source = state.gangs.get(job.epoch)
+    if source is not None and source.stops_at_epoch_end:
+        waits_s = max(waits_s, state.settings.epoch_wait_s)
+    return state.gangs[job.next_epoch].since + waits_s
 
 
 def let_hand_over(state: State, job: JobRecord, now: float) -> bool:

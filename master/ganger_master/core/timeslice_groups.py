@@ -425,8 +425,8 @@ def _sliceable_job(state: State, change: SliceChange) -> JobRecord:
         refuse(job.number, Reason.WRONG_STATE, detail="the job is not preemptible, so it is not time-sliced")
     if job.time_limit_s is not None:
         refuse(job.number, Reason.WRONG_STATE, detail="the job has a time limit, which continues while it is parked")
-    if job.capabilities.no_turns:
-        refuse(job.number, Reason.WRONG_STATE, detail=job.capabilities.no_turns)
+    if job.no_time_slices:
+        refuse(job.number, Reason.WRONG_STATE, detail=job.no_time_slices)
     return job
 
 

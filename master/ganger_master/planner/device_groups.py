@@ -112,7 +112,7 @@ def seat_of(claims: Claims) -> Seat:
 
 def takes_turns(job: JobRecord) -> bool:
     """Return whether the job may be time-sliced at all (`core.timeslice_admission`), whatever it does now."""
-    return may_be_slower(job) and not job.capabilities.no_turns
+    return may_be_slower(job) and not job.no_time_slices
 
 
 def may_be_slower(job: JobRecord) -> bool:

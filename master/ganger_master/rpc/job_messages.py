@@ -253,7 +253,7 @@ def spec_to_wire(spec: JobSpec, *, with_environment: bool, into: job_pb2.JobSpec
 # Fields that a spec has under the same name in its message: of the program, of what it needs, and of what ends it.
 _PROGRAM: Final = "display_name working_directory scheduler distributed is_move_required closes_connections stop_signal"
 _RESOURCES: Final = "device_type partition nodes gpu_memory_bytes gpus_min gpus_max checkpoint_copies"
-_RULES: Final = "priority max_failures"
+_RULES: Final = "priority max_failures is_scheduled_at_epochs"
 _SPEC: Final = f"{_PROGRAM} {_RESOURCES} {_RULES}"
 
 
