@@ -240,3 +240,18 @@ def test_a_job_that_resumes_and_cannot_be_brought_back_is_suspended_again() -> N
         JobState.SUSPENDED,
         SuspendLevel.CHECKPOINT,
     )
+
+
+def test_what_is_on_the_own_disk_does_not_replace_a_newer_one_on_another_node_s() -> None:
+    drive, number = begun()
+    first = drive.job(number).epoch
+    epoch = restarted(drive, number)
+    newest, before, older = [
+        Checkpoint(step, first, f"checkpoints/{step}-{first}", nodes=(node,))
+        for step, node in ((30, "n9"), (20, "n9"), (10, "n1"))
+    ]
+    drive.state.put_job(replace(drive.job(number), checkpoint=newest, checkpoint_before=before))
+    gang = drive.state.gangs[epoch]
+    drive.state.put_gang(replace(gang, restore=replace(gang.restore, checkpoint_path=newest.path)))
+    ends(drive, number, replace(unreadable(f"30-{first}"), checkpoints=(older,)))
+    assert (drive.job(number).checkpoint, drive.job(number).checkpoint_before) == (before, older)

@@ -318,6 +318,13 @@ def gang_from(path: str, step: int, epoch: int, *unreadable: str) -> agent_pb2.D
     return agent_pb2.DesiredGang(job_uid=UID, epoch=epoch, restore=restore)
 
 
+def test_a_newer_checkpoint_on_the_own_disk_is_reported_as_that_of_this_node(tmp_path: Path) -> None:
+    make(tmp_path / UID / "checkpoints", 8, 2)
+    with pytest.raises(StateOutdatedError) as refused:
+        restore_plan(gang_from("", 0, 3), tmp_path, LocalPart((0,), (1,), 2, True, on_nodes=True), ("n1",))
+    assert [(one.path, one.nodes) for one in refused.value.found] == [("checkpoints/8-2", ("n1",))]
+
+
 def test_the_leader_reports_a_newer_checkpoint_of_an_earlier_attempt_and_its_members_do_not_look(
     tmp_path: Path,
 ) -> None:

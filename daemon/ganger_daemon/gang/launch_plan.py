@@ -8,7 +8,7 @@ import os
 import pwd
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -187,17 +187,19 @@ def check_user(user: str) -> None:
         )
 
 
-def restore_plan(desired: agent_pb2.DesiredGang, storage: Path | None, part: LocalPart) -> RestorePlan:
+def restore_plan(
+    desired: agent_pb2.DesiredGang, storage: Path | None, part: LocalPart, nodes: tuple[str, ...] = ()
+) -> RestorePlan:
     """Return the state that the ranks start from. Raises LaunchRefusedError, StateUnreadableError, StateOutdatedError.
 
     All nodes of a gang start from the checkpoint that the master names, and none takes another one. Each node reads
     only its own shards. The leader checks whether storage has a newer checkpoint, written while a node was cut off from
-    the master; then the master has to name that one."""
+    the master; then the master has to name that one. `nodes`: whose disk `storage` is; none: all nodes see it."""
     source = desired.restore.WhichOneof("source")
     if source == "parked":
         return RestorePlan("arena", step=desired.restore.step)
     if part.leads and storage is not None:
-        _check_newest(desired, storage)
+        _check_newest(desired, storage, nodes)
     if source is None:
         return RestorePlan()
     if storage is None:
@@ -210,45 +212,46 @@ def restore_plan(desired: agent_pb2.DesiredGang, storage: Path | None, part: Loc
         # The token is checked last: a checkpoint that vanished with its storage is not damaged.
         if not found.is_lasting or not (desired.restore.checkpoint_streams or token_found(storage)):
             raise LaunchRefusedError(f"checkpoint {path} cannot be read now: {found.why}")
-        left = _on_storage(desired, storage)
+        left = _on_storage(desired, storage, nodes)
         raise StateUnreadableError(f"checkpoint {path} cannot be restored: {found.why}", left)
     may_differ = desired.spec.gpus_max > 0
     if found.step < desired.restore.step or not (found.world == part.world or may_differ):
         is_of = f"is of step {found.step} and {counted(found.world, 'rank')}"
         text = f"checkpoint {path} {is_of}, not of {desired.restore.step} and {part.world}"
-        raise StateUnreadableError(text, _on_storage(desired, storage))
+        raise StateUnreadableError(text, _on_storage(desired, storage, nodes))
     kind = "checkpoint" if facts_of(path / shard_name(0)) is None else "image"
     return RestorePlan(kind, str(path), found.step, found.world)
 
 
 def restore_from_nodes(
-    desired: agent_pb2.DesiredGang, fetcher: Fetcher, part: LocalPart, account: Account | None
+    desired: agent_pb2.DesiredGang, fetcher: Fetcher, part: LocalPart, node: str, account: Account | None
 ) -> RestorePlan:
-    """Return the same for a checkpoint that lies on the disks of nodes: it is fetched first, for `account` where the
-    job runs as one. Blocks. Raises the same errors."""
+    """Return the same for a checkpoint that lies on the disks of nodes: it is fetched to that of `node`, this one,
+    first, for `account` where the job runs as one. Blocks. Raises the same errors."""
     path = desired.restore.checkpoint_path
     try:
         fetcher.checkpoint(desired.restore.checkpoint_streams, desired.job_uid, path, account)
     except FetchError as error:
         why = f"checkpoint {path} cannot be fetched: {error}"
         if error.is_lasting:
-            raise StateUnreadableError(why, _on_storage(desired, fetcher.directory)) from error
+            raise StateUnreadableError(why, _on_storage(desired, fetcher.directory, (node,))) from error
         raise LaunchRefusedError(why) from error
-    return restore_plan(desired, fetcher.directory, part)
+    return restore_plan(desired, fetcher.directory, part, (node,))
 
 
-def _check_newest(desired: agent_pb2.DesiredGang, storage: Path) -> None:
+def _check_newest(desired: agent_pb2.DesiredGang, storage: Path, nodes: tuple[str, ...]) -> None:
     named = parse_final(Path(desired.restore.checkpoint_path).name)
     unreadable = set(desired.restore.unreadable_paths)
-    found = _on_storage(desired, storage)
+    found = _on_storage(desired, storage, nodes)
     newest = next((one for one in found if one.path not in unreadable), None)
     if newest is not None and (named is None or (newest.epoch, newest.step) > (named.epoch, named.step)):
         than = f"than {desired.restore.checkpoint_path}" if named is not None else "and was to start from none"
         raise StateOutdatedError(f"storage has a newer checkpoint, {newest.path}, {than}", found)
 
 
-def _on_storage(desired: agent_pb2.DesiredGang, storage: Path) -> tuple[FoundCheckpoint, ...]:
-    return newest_found(storage, desired.job_uid, desired.epoch)
+def _on_storage(desired: agent_pb2.DesiredGang, storage: Path, nodes: tuple[str, ...]) -> tuple[FoundCheckpoint, ...]:
+    found = newest_found(storage, desired.job_uid, desired.epoch)
+    return tuple([replace(one, nodes=nodes) for one in found]) if nodes else found
 
 
 def arena_bytes_per_rank(desired: agent_pb2.DesiredGang, ranks: int, device_memory_bytes: int) -> int:

@@ -264,9 +264,10 @@ class RankLaunch(OfGang):
         """Return the devices that a rank sees: the gang's, of several roles those of the rank's role."""
         if len(desired.spec.roles) < 2:
             return desired.claim.device_mask
-        role = role_place(desired.spec, self._part, rank).name
+        place = role_place(desired.spec, self._part, rank)
+        its_ranks = range(rank - place.number, rank - place.number + place.size)
         masks = zip(self._part.ranks, self._part.device_masks, strict=True)
-        return reduce(or_, [mask for other, mask in masks if role_place(desired.spec, self._part, other).name == role])
+        return reduce(or_, [mask for other, mask in masks if other in its_ranks])
 
     def _get_launcher(
         self, desired: agent_pb2.DesiredGang, environment: Mapping[str, str], account: Account | None
@@ -295,11 +296,13 @@ class RankLaunch(OfGang):
 
         Kept until the launch, so that a gang that waits for cores does not read its checkpoint again and again."""
         if self._reading is None:
-            work = partial(self._host.storage.work.run, within_s=_READING_S)
+            host = self._host
+            work = partial(host.storage.work.run, within_s=_READING_S)
             if desired.restore.checkpoint_streams:
-                reading = work(restore_from_nodes, desired, self._host.fetcher, self._part, account)
+                reading = work(restore_from_nodes, desired, host.fetcher, self._part, host.node, account)
             else:
-                reading = work(restore_plan, desired, self._context.proved_storage, self._part)
+                nodes = (host.node,) if self._part.on_nodes else ()
+                reading = work(restore_plan, desired, self._context.proved_storage, self._part, nodes)
             self._reading = asyncio.ensure_future(reading)
             self._reading_wait = StorageWait()
         await asyncio.wait((self._reading,), timeout=_READING_PATIENCE_S)

@@ -247,7 +247,10 @@ def _fall_back(
     earlier = [job.trouble] if job.trouble.startswith(f"{OutcomeKind.STATE_UNREADABLE}:") else []
     trouble = "; ".join([*earlier, f"{OutcomeKind.STATE_UNREADABLE}: {outcome.message}"])
     passed_over = (*job.unreadable, newest.path)
-    left = usable(outcome.checkpoints, gang.epoch, passed_over)
+    # What the daemon found on its own disk is not all there is: the one before may lie on another node's.
+    on_disks = [one for one in (job.checkpoint_before,) if one is not None and one.nodes]
+    reported = [one for one in outcome.checkpoints if one.path not in [known.path for known in on_disks]]
+    left = usable((*on_disks, *reported), gang.epoch, passed_over)
     before = left[0] if left else job.checkpoint_before
     figures = {"step": newest.step, "goes_on_from": before.step if before else "nowhere"}
     state.history(now, job, "checkpoint_unreadable", cause, outcome.message, epoch=gang.epoch, **figures)
