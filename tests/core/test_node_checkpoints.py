@@ -156,17 +156,26 @@ def test_a_copy_goes_to_another_node_that_can_keep_it() -> None:
 def test_what_no_job_starts_from_may_go() -> None:
     drive = DiskDrive(nodes=2)
     job = drive.job(suspended_on(drive))
-    assert job.checkpoint is not None
-    job = replace(job, epoch=job.checkpoint.epoch + 1)
+    newest = job.checkpoint
+    assert newest is not None
+    before = replace(newest, step=30, path=f"checkpoints/30-{newest.epoch}")
+    job = replace(job, epoch=newest.epoch, checkpoint_before=before)
 
-    def may_go(path: str, epoch: int, now: float = 0.0, kept_s: float | None = 100.0) -> bool:
-        return node_checkpoints.may_go(job, epoch, path, now, kept_s)
+    def may_go(path: str, now: float = 0.0, kept_s: float | None = 100.0) -> bool:
+        return node_checkpoints.may_go(job, path, now, kept_s)
 
-    assert not may_go(job.checkpoint.path, job.checkpoint.epoch)
-    assert may_go("checkpoints/10-1", job.checkpoint.epoch)
-    # Of the present attempt: the master may not have recorded it yet.
-    assert not may_go("checkpoints/90-9", job.epoch)
+    # Of the present attempt, too: nothing else removes copies from other nodes while it lasts.
+    assert may_go(f"checkpoints/10-{newest.epoch}")
+    assert not may_go(before.path)
+    assert not may_go(newest.path)
+    # The master may not have recorded it yet.
+    assert not may_go(f"checkpoints/90-{newest.epoch}")
+    job = replace(job, epoch=newest.epoch + 1)
+    assert may_go(f"checkpoints/90-{newest.epoch}")
+    assert not may_go(newest.path)
+    assert not may_go(f"checkpoints/5-{job.epoch}")
+    assert not may_go("checkpoints/another")
     job = replace(job, state=JobState.SUCCEEDED, end_time=1_000.0)
-    assert not may_go(job.checkpoint.path, job.checkpoint.epoch, now=1_050.0)  # type: ignore[union-attr]
-    assert may_go(job.checkpoint.path, job.checkpoint.epoch, now=1_101.0)  # type: ignore[union-attr]
-    assert not may_go(job.checkpoint.path, job.checkpoint.epoch, now=1e12, kept_s=None)  # type: ignore[union-attr]
+    assert not may_go(newest.path, now=1_050.0)
+    assert may_go(newest.path, now=1_101.0)
+    assert not may_go(newest.path, now=1e12, kept_s=None)

@@ -3,6 +3,7 @@ where a job may start, and which may go."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 from typing import Final
@@ -16,6 +17,8 @@ from ganger_master.core.node_model import Node
 
 # The capability of a node whose daemon keeps checkpoints on its disk and fetches those of other nodes.
 CAPABILITY: Final = "disk_checkpoints"
+# Step and epoch, which is that of the attempt that wrote it.
+_PATH: Final = re.compile(r"[a-z]+/(\d{1,18})-(\d{1,18})")
 # Nodes that are named to a leader for a copy: it takes the first that can.
 _CANDIDATES: Final = 3
 
@@ -89,12 +92,18 @@ def copy_candidates(nodes: Mapping[str, Node], members: Collection[str], copies:
     return list(islice((node for node in others if sources(nodes, [node.name])), _CANDIDATES))
 
 
-def may_go(job: JobRecord, epoch_of_path: int, path: str, now: float, kept_s: float | None) -> bool:
-    """Return whether a checkpoint on a node's disk is of no use any more.
+def may_go(job: JobRecord, path: str, now: float, kept_s: float | None) -> bool:
+    """Return whether a checkpoint on a node's disk is of no use any more; not for a path that is none.
 
-    `epoch_of_path`: of the attempt that wrote it. `kept_s`: how long those of an ended job are kept; None: for ever.
-    One of the present attempt stays: the master may not have recorded it yet."""
+    `kept_s`: how long those of an ended job are kept; None: for ever. Of the present attempt those stay that are newer
+    than the newest recorded one: the master may not have recorded them yet. Older ones are copies, which the leader
+    does not remove from other nodes."""
+    found = _PATH.fullmatch(path)
+    if found is None:
+        return False
     if job.state.is_finished:
         return kept_s is not None and now > job.end_time + kept_s
-    wanted = [one.path for one in (job.checkpoint, job.checkpoint_before) if one is not None]
-    return path not in wanted and epoch_of_path < job.epoch
+    wanted = [one for one in (job.checkpoint, job.checkpoint_before) if one is not None]
+    step, epoch = int(found[1]), int(found[2])
+    is_older = any((epoch, step) < (one.epoch, one.step) for one in wanted)
+    return path not in [one.path for one in wanted] and (epoch < job.epoch or is_older)

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import math
 import random
-import re
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -44,8 +43,6 @@ log = logging.getLogger(__name__)
 
 # Of the fields around a list of revoked certificates in a message.
 _FRAME_BYTES: Final = 64
-# Of a checkpoint's path the epoch of the attempt that wrote it.
-_EPOCH_OF_PATH: Final = re.compile(r"[a-z]+/\d{1,18}-(\d{1,18})")
 _KEPT_MOST: Final = 1_000
 # How long the numbers of jobs are used that were looked up by uid.
 _NUMBERS_S: Final = 10.0
@@ -224,10 +221,9 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             self._numbers, self._numbers_made_at = {job.uid: number for number, job in committed.jobs.items()}, now
         for kept in request.kept_checkpoints[:_KEPT_MOST]:
             job = committed.jobs.get(self._numbers.get(kept.job_uid, 0))
-            epoch = _EPOCH_OF_PATH.fullmatch(kept.path)
-            if job is None or job.uid != kept.job_uid or epoch is None:
+            if job is None or job.uid != kept.job_uid:
                 continue
-            if node_checkpoints.may_go(job, int(epoch[1]), kept.path, now, self._checkpoints_kept_s):
+            if node_checkpoints.may_go(job, kept.path, now, self._checkpoints_kept_s):
                 message.removable_checkpoints.append(kept)
 
     async def RenewCertificate(
