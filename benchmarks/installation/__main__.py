@@ -200,14 +200,19 @@ def start_job(check: Check, name: str = "both", nodes: int = 2) -> str:
     """Start a job of the user with a rank on each node, and return its number once it trains."""
     script = f"{ENVIRONMENT}/bin/python plain.py --epochs 1000000 --losses {name}"
     job = submit(check, f"--gpus {nodes} --nodes {nodes} --name {name} -- {script}")
-    try:
-        eventually(lambda: len(steps_of(check, name)) > 20, f"the job {name!r} trains", _RUNS_S)
-    except CheckError as error:
-        told = check.as_user(f"why {job}") + check.as_user(f"logs {job}")
-        raise CheckError(f"{error}: {told}") from error
+    await_steps(check, job, name, 20)
     gang = check.shown(job)["gang"]
     expect(gang["phase"] == "RUNNING" and len(gang["claims"]) == nodes, f"the job {name!r} runs on nodes: {nodes}")
     return job
+
+
+def await_steps(check: Check, job: str, name: str, steps: int) -> None:
+    """Wait until a job has made more than so many steps. Raises CheckError with what is known of it."""
+    try:
+        eventually(lambda: len(steps_of(check, name)) > steps, f"the job {name!r} trains", _RUNS_S)
+    except CheckError as error:
+        told = "".join([check.as_user(f"{command} {job}") for command in ("why", "show", "history", "logs")])
+        raise CheckError(f"{error}: {told}") from error
 
 
 def steps_of(check: Check, name: str = "both") -> list[int]:
@@ -309,8 +314,8 @@ def upgrade(check: Check) -> None:
             eventually(check.is_answering, "the master answers")
             eventually(lambda: len(check.ready_nodes()) == 2, "both nodes are ready")
         versions.append(check.as_operator("version"))
-        for name in running:
-            eventually(lambda: len(steps_of(check, name)) > steps[name] + 20, f"the job {name!r} trains on", _RUNS_S)  # noqa: B023
+        for name, job in running.items():
+            await_steps(check, job, name, steps[name] + 20)
     old, new = (name.split("-")[1] for name in (check.supplies.previous, check.supplies.current))
     said = "\n".join(versions)
     say(said)
@@ -334,7 +339,7 @@ def suspend_and_resume(check: Check, job: str) -> None:
     check.as_user(f"suspend --level offload {job}")
     rests_at = len(steps_of(check))
     check.as_user(f"resume {job}")
-    eventually(lambda: len(steps_of(check)) > rests_at + 20, "the job trains on after a suspend", _RUNS_S)
+    await_steps(check, job, "both", rests_at + 20)
 
 
 def undo_previous(check: Check, before: Mapping[str, set[str]]) -> None:
