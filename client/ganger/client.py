@@ -350,8 +350,10 @@ class Client(MasterConnection):
         request = node_pb2.CordonNodeRequest(name=node_name_from_text(node), reason=reason)
         return self._call(self._nodes.CordonNode, request)
 
-    def uncordon_node(self, node: str) -> node_pb2.Node:
-        return self._call(self._nodes.UncordonNode, node_pb2.UncordonNodeRequest(name=node_name_from_text(node)))
+    def uncordon_node(self, node: str, test: bool = False) -> node_pb2.Node:
+        """Return a node to service. `test`: only once it has passed a test."""
+        request = node_pb2.UncordonNodeRequest(name=node_name_from_text(node), test=test)
+        return self._call(self._nodes.UncordonNode, request)
 
     def declare_node_lost(self, node: str) -> node_pb2.Node:
         """Vouches that the node is down: its jobs restart elsewhere at once."""

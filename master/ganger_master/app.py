@@ -30,10 +30,11 @@ from ganger.wire.tls import Renewed, server_context
 
 from ganger_master.config import Config
 from ganger_master.core.accounting import by_user
-from ganger_master.core.commands import NoteEnds, OpenStore
+from ganger_master.core.commands import NoteEnds, NoteSlowNode, OpenStore
 from ganger_master.core.leader_lease import LeaderLease, LeaseCandidate, read_again_s
-from ganger_master.core.settings import CoreSettings, needs_planner
+from ganger_master.core.settings import CoreSettings, SlowNodes, needs_planner
 from ganger_master.decision_log import recorder
+from ganger_master.estimators.node_speeds import SpeedWatch
 from ganger_master.policies import live_policy_named
 from ganger_master.rpc import audit
 from ganger_master.rpc.access import UserLimits
@@ -134,6 +135,8 @@ _FINISHED_BYTES: Final = 512 * 1024 * 1024
 _TIDYING_S: Final = 600.0
 # Between two records of ended jobs on storage.
 _NOTING_S: Final = 2.0
+# Between two comparisons of nodes by the rates of their jobs.
+_COMPARING_S: Final = 10.0
 # Between two checks for a restore of the database.
 _LOOK_S: Final = 0.2
 # Rows of history forgotten in one transaction, so that commits need not wait long.
@@ -293,7 +296,9 @@ class Master:
         for child in self._children:
             child.start()
         loop = asyncio.get_running_loop()
-        work = (self._keep_house(), self._keep_storage(), self._note_ends(beside), self._follow_restore(beside))
+        work = [self._keep_house(), self._keep_storage(), self._note_ends(beside), self._follow_restore(beside)]
+        if config.slow_nodes is not SlowNodes.IGNORE:
+            work.append(self._compare_nodes())
         self._housekeeping = [loop.create_task(one) for one in work]
         log.info("master ready", extra={"address": self.address, "jobs": len(writer.committed.jobs)})
         for name, nodes in absent_nodes(writer.state):
@@ -365,6 +370,17 @@ class Master:
                 log.warning("history not compacted", extra={"error": str(error)})
             self.progress.forget(n for n, job in self.writer.committed.jobs.items() if not job.state.is_finished)
             await asyncio.sleep(_HOUSEKEEPING_S)
+
+    async def _compare_nodes(self) -> None:
+        """Report nodes on which jobs step more slowly than on others, and those on which they no longer do."""
+        watch, marks = SpeedWatch(), dict[int, float]()
+        while True:
+            committed, samples = self.writer.committed, self.progress.newer_than(marks)
+            marks |= {number: sample.time for number, sample in samples.items()}
+            watch.note(samples, committed.jobs, committed.gangs, committed.nodes, committed.configuration_sets)
+            for name, text in watch.news(committed.nodes).items():
+                self.writer.tell(NoteSlowNode(name, text))
+            await asyncio.sleep(_COMPARING_S)
 
     async def _keep_storage(self) -> None:
         """Removes what ended jobs left on storage once it has been kept for as long as was set."""

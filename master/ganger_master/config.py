@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -18,7 +19,7 @@ from ganger.text import meant, parse_memory
 from ganger.text import parse_duration as parse_finite_duration
 from ganger.wire.endpoints import EndpointError, check_address, check_listen_address, is_loopback
 
-from ganger_master.core.settings import DEFAULT_POLICY, quotas_of
+from ganger_master.core.settings import DEFAULT_POLICY, SlowNodes, quotas_of
 from ganger_master.core.tenancy import LEAST_IDLE_S, Partition, Team, partitions_of, teams_of, unknown_teams
 from ganger_master.policies import live_policy_named
 
@@ -84,6 +85,9 @@ class Config:
     moves_per_hour: float | None = None
     idle_warning_s: float | None = 1800.0
     idle_park_s: float | None = None
+    slow_nodes: SlowNodes = SlowNodes.WARN
+    test_nodes: bool = False
+    test_command: str = "python3 -m ganger.node_test"
     # Default interval between checkpoints to storage; zero never.
     checkpoint_interval_s: float = 1800.0
     restart_delay_s: float = 10.0
@@ -240,6 +244,17 @@ def _token_address_of(value: object, has_certificates: bool) -> str:
     return address
 
 
+def _command_of(name: str, value: object) -> str:
+    text = _text_of(name, value)
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"{name}: {text!r}: {error}") from None
+    if not words:
+        raise ValueError(f"{name}: name a program")
+    return text
+
+
 def _count_of(name: str, value: object) -> int:
     if isinstance(value, bool) or not re.fullmatch(r"[0-9]{1,15}", str(value)) or not int(str(value)):
         raise ValueError(f"{name}: {value!r} is not a number of {_COUNTS[name]} of at least 1")
@@ -280,6 +295,12 @@ def _metrics_of(value: object, has_certificates: bool) -> str:
     if not has_certificates and not is_loopback(address):
         raise ValueError(f"metrics {address!r}: beyond this machine only with certificates (--tls); or 127.0.0.1:PORT")
     return address
+
+
+def _slow_nodes_of(name: str, value: object) -> SlowNodes:
+    if value not in list(SlowNodes):
+        raise ValueError(f"{name} {value!r}: one of {', '.join(SlowNodes)}")
+    return SlowNodes(str(value))
 
 
 def _moves_of(name: str, value: object) -> float | None:
@@ -328,12 +349,14 @@ _PARSERS: Final[Mapping[str, Callable[[str, object], object]]] = {
     **dict.fromkeys(("state_dir", "storage", "tls", "authority"), _path_of),
     **dict.fromkeys(_COUNTS, _count_of),
     **dict.fromkeys(("residue_bytes", "spec_bytes_per_user"), _bytes_of),
-    **dict.fromkeys(("scheduler_host", "planner", "restored"), _boolean_of),
+    **dict.fromkeys(("scheduler_host", "planner", "restored", "test_nodes"), _boolean_of),
     "moves_per_hour": _moves_of,
     "quotas": lambda name, value: quotas_of(value),
     "teams": lambda name, value: teams_of(value),
     "partitions": lambda name, value: partitions_of(value),
     "log_level": _log_level_of,
     "database_url": _text_of,
+    "test_command": _command_of,
+    "slow_nodes": _slow_nodes_of,
     "policy": _policy_of,
 }

@@ -164,6 +164,13 @@ def _of_nodes(snapshot: Snapshot) -> Iterator[Any]:
     yield _gauge("ganger_nodes_failing_starts", text, sum(node.launch_failures > 0 for node in snapshot.nodes))
     text = "Nodes that are out of service because their health check fails, or has not passed often enough since."
     yield _gauge("ganger_nodes_unhealthy", text, sum(bool(node.faults) for node in snapshot.nodes))
+    text = "Nodes on which several jobs step more slowly than on other nodes."
+    yield _gauge("ganger_nodes_slow", text, sum(bool(node.slow) for node in snapshot.nodes))
+    tests = [node.test for node in snapshot.nodes if node.test is not None]
+    text = "Nodes that take no gangs before they have passed a test."
+    counts = Counter(waiting=0, running=0, failed=0)
+    counts.update(["failed" if test.failure else "running" if test.job else "waiting" for test in tests])
+    yield _gauges("ganger_nodes_in_test", text, "state", counts)
     yield _gauge("ganger_node_sets", "Time-slice groups.", snapshot.node_sets)
     gpus: dict[str, Counter[str]] = {}
     for node in snapshot.nodes:

@@ -76,6 +76,7 @@ def test_a_node_is_told_what_it_lacks_what_that_means_and_why(lacks: Mapping[str
         ),
         (Node(state=Node.STATE_READY, device_faults={2: "XID 79"}), FAIL, "GPU 2: XID 79", "replace"),
         (Node(state=Node.STATE_READY, device_warnings={1: "too hot"}), WARN, "GPU 1: too hot", "all ranks"),
+        (Node(state=Node.STATE_READY, state_reason="slow: steps take 2.0 times"), WARN, "slow: steps", "drain n1"),
         (Node(launch_failures=3, launch_failure="no python"), FAIL, "3 jobs in a row", "ganger uncordon n1"),
         (Node(quarantined=["quarantinedGangs/a-1"]), WARN, "did not start: a-1", "ganger nodes quarantine"),
     ],

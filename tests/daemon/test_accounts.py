@@ -7,7 +7,9 @@ import pwd
 from pathlib import Path
 
 import pytest
+from ganger.node_test import TEST_USER
 from ganger_daemon.node.accounts import (
+    LEAST_UID,
     Account,
     AccountRefusedError,
     Accounts,
@@ -55,6 +57,14 @@ def test_a_map_file_names_the_account_of_a_user_and_refuses_users() -> None:
         accounts.of("ann")
     with pytest.raises(AccountRefusedError, match="the map file of --accounts refuses it"):
         accounts.of("bob")
+
+
+def test_the_test_of_a_node_needs_no_account_of_its_own() -> None:
+    account = Accounts({}).of(TEST_USER)
+    assert account is not None
+    assert account.uid == pwd.getpwnam(account.name).pw_uid >= LEAST_UID
+    with pytest.raises(AccountRefusedError, match="account root is one of the system"):
+        Accounts({TEST_USER: "root"}).of(TEST_USER)
 
 
 def test_without_switching_every_job_is_of_the_daemons_own_user() -> None:

@@ -9,6 +9,7 @@ from ganger.cluster.fit import MEMORY_SHARE
 from ganger.cluster.resources import Bandwidth, Claim, exceeds, more_bandwidth
 from ganger.cluster.topology import bits
 from ganger.job_state import JobState
+from ganger.node_test import TEST_USER
 from ganger.protocol.stop_rules import EPOCH_BIT
 from ganger_master.core.colocation import holders_on
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole
@@ -33,9 +34,9 @@ def _partitions(state: State) -> Iterator[str]:
     where former settings allowed it."""
     held: Counter[str] = Counter()
     for gang in state.gangs.values() if state.partitions else ():
-        if gang.create_time < state.started:
-            continue
         job = state.jobs.get(gang.job)
+        if gang.create_time < state.started or (job is not None and job.user == TEST_USER):
+            continue
         name = "" if job is None else job.partition.name
         if job is None or name not in state.partitions:
             yield f"jobs/{gang.job} has a gang, and is in no partition"

@@ -38,6 +38,8 @@ with tempfile.TemporaryDirectory() as directory:
     trains.join()
     assert page.progress().step == page.get(Word.REACHED_STEP) == 2
     control.close()
+from ganger.node_test import main
+assert main(["1"]) == 0
 print("works")
 """
 

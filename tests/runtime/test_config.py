@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from ganger_master.config import PREFIX, Config, ConfigError, load, parse_duration
+from ganger_master.core.settings import SlowNodes
 from ganger_master.core.tenancy import Partition, Team
 from ganger_master.policies import Colocate, Grow, Migrate, StartByRank, Tune, policy_named
 
@@ -42,6 +43,18 @@ idle_park = "never"
     assert (own.idle_warning_s, own.idle_park_s) == (600.0, 0.0)
     with pytest.raises(ConfigError, match="'notebooks' has idle_park = '1s': write at least 2s, or never"):
         load({"state_dir": "/s"}, {}, text.replace('"never"\n', '"1s"\n').replace('warning = "1s"', 'warning = "9s"'))
+
+
+def test_nodes_are_tested_and_slow_ones_drained_where_that_is_set() -> None:
+    config = load({"state_dir": "/s"}, {})
+    assert (config.test_nodes, config.test_command) == (False, "python3 -m ganger.node_test")
+    assert load({"state_dir": "/s"}, {"GANGER_MASTER_TEST_NODES": "true"}).test_nodes
+    assert load({"state_dir": "/s"}, {}, 'slow_nodes = "drain"').slow_nodes is SlowNodes.DRAIN
+    with pytest.raises(ConfigError, match="slow_nodes 'never': one of ignore, warn, drain"):
+        load({"state_dir": "/s"}, {}, 'slow_nodes = "never"')
+    for wrong, why in (("'  '", "name a program"), ("'\"x'", "No closing quotation")):
+        with pytest.raises(ConfigError, match=f"test_command: .*{why}"):
+            load({"state_dir": "/s"}, {}, f"test_command = {wrong}")
 
 
 @pytest.mark.parametrize(

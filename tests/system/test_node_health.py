@@ -1,8 +1,10 @@
 """A node fails its health check while a job trains on it: the job moves without losing a step, and the node returns. A
-prolog that fails takes its node out of service, and the job starts on the other."""
+prolog that fails takes its node out of service, and the job starts on the other. A node
+is tested before it returns."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +69,48 @@ def test_a_job_whose_prolog_fails_on_a_node_starts_on_another(tmp_path: Path) ->
         (cordoned,) = [one for one in run.shell.json("nodes")["nodes"] if one["state"] == "CORDONED"]
         assert cordoned["state_reason"] == f"prolog exited with code 1: no scratch disk ({run.name})"
         assert "no scratch disk" in run.shell("nodes")
+
+
+def test_a_node_is_tested_before_it_returns_and_one_that_fails_stays_closed(tmp_path: Path) -> None:
+    broken, memory = tmp_path / "broken", tmp_path / "memory"
+    check = program(tmp_path / "check", f'[ ! -e {broken} ] || {{ echo "no InfiniBand"; exit 1; }}')
+    test = program(tmp_path / "test", f"[ ! -e {memory} ] || exit 42\nexec {sys.executable} -m ganger.node_test $1")
+    config = tmp_path / "master.toml"
+    config.write_text(f'test_nodes = true\ntest_command = "{test}"\n')
+    daemon = ("--health-check", check, "--health-check-every", "500ms")
+    master = ("--config", str(config))
+    with Cluster(
+        tmp_path / "c", nodes=1, virtual_gpus=2, topology="2", daemon_options=daemon, master_options=master
+    ) as cluster:
+        shell = Shell(cluster)
+
+        def breaks() -> None:
+            broken.touch()
+            eventually(lambda: node(shell, "n1")["state"] == "DRAINING", what="it is emptied", within_seconds=60)
+            broken.unlink()
+
+        def has_returned() -> bool:
+            return bool(node(shell, "n1")["state"] == "READY")
+
+        breaks()
+        eventually(has_returned, what="it passes its test", within_seconds=120, story=cluster.story)
+        (job,) = shell.json("queue", "--all")
+        assert (job["display_name"], job["user"], job["state"]) == ("test-n1", "system:health", "SUCCEEDED")
+        assert "sums over 2 are right" in shell("logs", "1")
+
+        memory.touch()
+        breaks()
+        failed = "its test failed (jobs/2): memory did not keep what was written to it"
+        eventually(
+            lambda: failed in node(shell, "n1").get("state_reason", ""), what="its test fails", within_seconds=120
+        )
+        assert node(shell, "n1")["state"] == "CORDONED"
+        assert failed in shell("nodes")
+        memory.unlink()
+        shell("uncordon", "n1", "--test")
+        eventually(has_returned, what="it passes the next one", within_seconds=120, story=cluster.story)
+        kinds = [one["kind"] for one in shell.json("events") if "node_test" in one["kind"]]
+        assert kinds == [
+            *("node_test_started", "node_test_passed", "node_test_started", "node_test_failed"),
+            *("node_test_ordered", "node_test_started", "node_test_passed"),
+        ]

@@ -248,6 +248,8 @@ def node_findings(node: Node) -> Iterator[Finding]:
             returns = "it returns by itself at the end, or: ganger reserve delete {reservation}"
             advice = f"{advice}; reservation {{reservation}} stands beside that" if is_drained else returns
         findings.append(Finding(level, name, found + reason, advice.format(node=name, reservation=node.reservation)))
+    if node.state == node.STATE_READY and node.state_reason and not node.state_reason.startswith("reserved"):
+        findings.append(Finding(WARN, name, node.state_reason, f"take it out of service: ganger drain {name}"))
     advice = "mend it; the node returns by itself once its check has passed often enough"
     findings += [Finding(FAIL, name, fault, advice) for _, fault in sorted(node.faults.items())]
     faults = [f"GPU {device}: {fault}" for device, fault in sorted(node.device_faults.items())]

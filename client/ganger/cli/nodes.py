@@ -230,11 +230,17 @@ def cordon(node: str, reason: str, as_json: bool) -> None:
 
 @click.command()
 @click.argument("node", type=NodeType())
+@click.option("--test", "is_tested", is_flag=True, help="Only once a test of its GPUs has passed.")
 @json_option
-def uncordon(node: str, as_json: bool) -> None:
-    """Undo drain and cordon, and forget that launches failed on it."""
+def uncordon(node: str, is_tested: bool, as_json: bool) -> None:
+    """Undo drain and cordon, and forget that launches failed on it. Without --test, end a test of it."""
+    from ganger.v1.node_pb2 import Node
+
     with open_client() as client:
-        _print_node(client.uncordon_node(node), as_json)
+        found = client.uncordon_node(node, is_tested)
+        _print_node(found, as_json)
+    if is_tested and found.state == Node.STATE_READY:
+        raise CommandError(f"the master is of an older version, and has returned {number(node)} without a test")
 
 
 @click.command()

@@ -1191,13 +1191,19 @@ class UncordonNodeRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NAME_FIELD_NUMBER: builtins.int
+    TEST_FIELD_NUMBER: builtins.int
     name: builtins.str
+    test: builtins.bool
+    """Only once it has passed a test: a job of the user "system:health" that has all of its free devices. It starts as soon
+    as the node is otherwise in service.
+    """
     def __init__(
         self,
         *,
         name: builtins.str = ...,
+        test: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["name", b"name"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["name", b"name", "test", b"test"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___UncordonNodeRequest: typing_extensions.TypeAlias = UncordonNodeRequest

@@ -176,7 +176,7 @@ class NodeServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UncordonNode(self, request, context):
-        """Undoes drain and cordon, and forgets failed launches. Errors: NOT_FOUND/NODE_NOT_FOUND.
+        """Undoes drain and cordon, forgets failed launches, and ends a test of the node. Errors: NOT_FOUND/NODE_NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

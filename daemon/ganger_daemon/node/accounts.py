@@ -31,6 +31,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from ganger.injob.launcher.namespaces import in_own_thread, separate
 from ganger.injob.launcher.process_record import set_limits
+from ganger.node_test import TEST_USER
 from ganger.text import os_reason
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ _NO_SHELLS = ("nologin", "false", "sync", "halt", "shutdown")
 OWN, SYSTEM = "own", "system"
 # Ends the reasons why a daemon does not start with accounts: it may have chosen them by itself.
 OR_ALL_AS_ROOT = f"or let jobs of all users run as root (--accounts {OWN})"
+_TEST_ACCOUNT = "nobody"
 # In a map file: the user may run nothing here.
 _REFUSED = "-"
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -101,14 +103,15 @@ class Accounts:
         is a server. Raises AccountRefusedError."""
         if self._names is None:
             return None
-        name = self._names.get(user, user)
+        # The test of a node is of no person, and needs no account of its own.
+        name = self._names.get(user, _TEST_ACCOUNT if user == TEST_USER else user)
         if name == _REFUSED:
             raise AccountRefusedError(user, "the map file of --accounts refuses it")
         try:
             entry = pwd.getpwnam(name)
         except (KeyError, ValueError, UnicodeError):
             raise AccountRefusedError(user, f"there is no account {name!r}") from None
-        if why := refusal_of(entry):
+        if (why := refusal_of(entry)) and (user, name) != (TEST_USER, _TEST_ACCOUNT):
             raise AccountRefusedError(user, f"account {name} {why}")
         groups = tuple(sorted({entry.pw_gid, *os.getgrouplist(name, entry.pw_gid)}))
         return Account(name, entry.pw_uid, entry.pw_gid, groups, entry.pw_dir or "/")

@@ -319,8 +319,11 @@ class CordonNode(Struct, frozen=True, gc=False):
 
 
 class UncordonNode(Struct, frozen=True, gc=False):
+    """`tested`: only once it has passed a test."""
+
     node: str
     user: str = ""
+    tested: bool = False
 
 
 class DeclareLost(Struct, frozen=True, gc=False):
@@ -379,6 +382,13 @@ class DeleteReservation(Struct, frozen=True, gc=False):
 
     name: str
     user: str = ""
+
+
+class NoteSlowNode(Struct, frozen=True, gc=False):
+    """Jobs step more slowly on a node than elsewhere, as `reason` has it; empty: they do no longer."""
+
+    node: str
+    reason: str
 
 
 class OpenStore(Struct, frozen=True, gc=False):
@@ -455,7 +465,9 @@ NodeCommand: TypeAlias = DrainNode | CordonNode | UncordonNode | DeclareLost | R
 ReservationCommand: TypeAlias = ReserveNodes | UpdateReservation | DeleteReservation
 TokenCommand: TypeAlias = CreateToken | RevokeToken
 RestoreCommand: TypeAlias = OpenStore | NoteEnds | GoOn | EndQuarantined | AdoptQuarantined
-SessionCommand: TypeAlias = RequestGang | ReleaseGang | ProposePlan | ClaimTurns | Observe | Answer | OpenSession | Tick
+SessionCommand: TypeAlias = (
+    RequestGang | ReleaseGang | ProposePlan | ClaimTurns | Observe | Answer | OpenSession | NoteSlowNode | Tick
+)
 Command: TypeAlias = (
     JobCommand | ArrayCommand | NodeCommand | ReservationCommand | TokenCommand | RestoreCommand | SessionCommand
 )

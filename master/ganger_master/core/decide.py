@@ -229,11 +229,25 @@ def _mark(
         if not reason:
             text = f"say why nodes/{command.node} goes out of service (--reason)"
             raise RefusedError("REASON_MISSING", text, {"node": f"nodes/{command.node}"})
+    elif command.tested:
+        mark = "TEST"
     present = (node.draining, node.cordoned, node.state_reason)
-    is_news = mark == "UNCORDON" and node.launch_failures > 0
-    if present == (mark == "DRAIN", mark != "UNCORDON", reason) and not is_news:
+    is_news = mark in ("UNCORDON", "TEST") and bool(node.launch_failures or node.slow)
+    if mark == "TEST":
+        is_news = is_news or node.test is None or bool(node.test.failure)
+    elif mark == "UNCORDON":
+        is_news = is_news or node.test is not None
+    if present == (mark == "DRAIN", mark in ("DRAIN", "CORDON"), reason) and not is_news:
         return (), NodeAnswer(node.name)
     return (events.NodeMarked(now, _user(command), node.name, mark, reason),), NodeAnswer(node.name)
+
+
+def _note_slow(state: State, command: commands.NoteSlowNode, now: float) -> Decision:
+    node = state.nodes.get(command.node)
+    # Other figures of a node that is slow already are no news.
+    if node is None or bool(node.slow) == bool(command.reason):
+        return (), Done()
+    return (events.SlowNodeNoted(now, "health", node.name, command.reason),), Done()
 
 
 def _reserve(state: State, command: commands.ReserveNodes, now: float) -> Decision:
@@ -349,6 +363,7 @@ _DECIDES: Final[dict[type, Callable[[State, Any, float], Decision]]] = {
     commands.UncordonNode: _mark,
     commands.DeclareLost: _declare_lost,
     commands.RemoveNode: _remove_node,
+    commands.NoteSlowNode: _note_slow,
     commands.ReserveNodes: _reserve,
     commands.UpdateReservation: _update_reservation,
     commands.DeleteReservation: _delete_reservation,

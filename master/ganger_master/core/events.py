@@ -202,10 +202,15 @@ class NodeAnswered(Event, frozen=True, gc=False):
 
 
 class NodeMarked(Event, frozen=True, gc=False):
-    """An operator's word: DRAIN, CORDON or UNCORDON."""
+    """An operator's word: DRAIN, CORDON, UNCORDON or TEST."""
 
     node: str
     mark: str
+    reason: str
+
+
+class SlowNodeNoted(Event, frozen=True, gc=False):
+    node: str
     reason: str
 
 

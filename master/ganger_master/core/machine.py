@@ -31,6 +31,8 @@ from ganger_master.core import (
     idle_gpus,
     job_updates,
     moves,
+    node_faults,
+    node_tests,
     observation,
     placement_leases,
     plans,
@@ -46,7 +48,7 @@ from ganger_master.core.commands import Command
 from ganger_master.core.decide import decide
 from ganger_master.core.events import Effects, Event
 from ganger_master.core.job_model import JobRecord
-from ganger_master.core.node_model import Node
+from ganger_master.core.node_model import Node, NodeTest
 from ganger_master.core.state import State
 
 _NONE: Final = Effects()
@@ -270,8 +272,10 @@ def _settle_if_complete(state: State, now: float, cause: str) -> None:
 def _node_marked(state: State, event: events.NodeMarked) -> None:
     node = state.nodes[event.node]
     kind, drain, cordon = _MARKS[event.mark]
-    if event.mark == "UNCORDON":
-        node = replace(node, launch_failures=0, launch_failure="", started_elsewhere=())
+    if not cordon:
+        node_tests.withdraw(state, node, event.time)
+        test = NodeTest("an operator ordered it") if event.mark == "TEST" else None
+        node = replace(node, launch_failures=0, launch_failure="", started_elsewhere=(), slow="", test=test)
     state.put_node(replace(node, draining=drain, cordoned=cordon, state_reason=event.reason))
     state.history(event.time, f"nodes/{node.name}", kind, event.cause, event.reason)
 
@@ -280,6 +284,7 @@ _MARKS: Final = {
     "DRAIN": ("node_draining", True, True),
     "CORDON": ("node_cordoned", False, True),
     "UNCORDON": ("node_uncordoned", False, False),
+    "TEST": ("node_test_ordered", False, False),
 }
 
 
@@ -380,6 +385,7 @@ _HANDLERS: Final[dict[type, Callable[[State, Any], None]]] = {
     events.NodeObserved: _node_observed,
     events.NodeAnswered: availability.note_answer,
     events.NodeMarked: _node_marked,
+    events.SlowNodeNoted: node_faults.note_slow,
     events.NodeLost: observation.lose,
     events.NodeRemoved: _node_removed,
     events.NodesReserved: reservations.begin,
@@ -423,6 +429,8 @@ def settle(state: State, now: float, cause: str) -> None:
         leaves = state.nodes.draining or state.nodes.reserved or state.nodes.faulty
         if leaves and state.counters.restoring is None:
             availability.follow_drains(state, now)
+        if state.nodes.tested and state.counters.restoring is None:
+            node_tests.follow(state, now)
         if not (dirty.jobs or dirty.rows or dirty.sets):
             if dirty.usage:
                 usage.follow(state, now)

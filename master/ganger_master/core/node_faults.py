@@ -20,10 +20,12 @@ from ganger.cluster.search import PlacementRequest
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ganger_master.core.events import SlowNodeNoted
 from ganger_master.core.gang_model import Gang, OutcomeKind
 from ganger_master.core.job_model import JobRecord
-from ganger_master.core.node_model import Node
+from ganger_master.core.node_model import Node, NodeTest
 from ganger_master.core.plan_changes import Goal, Purpose
+from ganger_master.core.settings import SlowNodes
 from ganger_master.core.state import State
 
 _DEVICE = "device"
@@ -52,12 +54,13 @@ _USERS_SHOWN: Final = 3
 
 
 def service_reason(node: Node) -> str:
-    """Return why a node is out of service, or is there for some users only: the operator's reason, its own faults, and
-    the reservation; empty for none of these."""
+    """Return why a node is out of service, or is there for some users only, or slow: the operator's reason, its own
+    faults, its test, and the reservation; empty for none of these."""
     more = ", ..." if len(node.reserved_for) > _USERS_SHOWN else ""
     users = f" for {', '.join(node.reserved_for[:_USERS_SHOWN])}{more}" if node.reserved_for else ""
     reserved = f"reserved{users}: {node.reservation}" if node.reservation else ""
-    return "; ".join(filter(None, (node.state_reason, *node.faults.values(), reserved)))
+    test = node.test.text if node.test is not None else ""
+    return "; ".join(filter(None, (node.state_reason, *node.faults.values(), node.slow, test, reserved)))
 
 
 def faults_under(node: Node, gang: Gang) -> list[int]:
@@ -133,7 +136,8 @@ def cordon(state: State, name: str, reason: str, now: float, cause: str) -> None
 
 
 def note_faults(state: State, before: Node, node: Node, now: float, cause: str) -> None:
-    """Record in the history which faults of a node have come and gone. Another text of the same fault is no news."""
+    """Record in the history which faults of a node have come and gone. Another text of the same fault is no news. Where
+    the settings have it, a node is to be tested once a fault has gone."""
     old = {(fault.source, fault.device): fault for fault in faults_of(before)}
     new = {(fault.source, fault.device): fault for fault in faults_of(node)}
     for which, fault in new.items():
@@ -142,6 +146,24 @@ def note_faults(state: State, before: Node, node: Node, now: float, cause: str) 
     for which, fault in old.items():
         if which not in new:
             state.history(now, f"nodes/{node.name}", "node_healthy", cause, fault.text, source=fault.source)
+    gone = [fault for which, fault in old.items() if which not in new]
+    if gone and state.settings.test_nodes and (node.test is None or not node.test.failure):
+        test = node.test or NodeTest(f"{gone[0].text}: this has gone")
+        mask = sum({1 << fault.device for fault in gone if fault.device is not None})
+        state.put_node(replace(node, test=replace(test, devices=test.devices | mask)))
+
+
+def note_slow(state: State, event: SlowNodeNoted) -> None:
+    """Record that a node is slow, or no longer. Where the settings have it, a slow one is drained until an operator
+    returns it."""
+    node, subject = state.nodes[event.node], f"nodes/{event.node}"
+    drains = bool(event.reason) and state.settings.slow_nodes is SlowNodes.DRAIN and not node.draining
+    if drains:
+        node = replace(node, draining=True, cordoned=True, state_reason=node.state_reason or "drained for its slowness")
+    state.put_node(replace(node, slow=event.reason))
+    state.history(event.time, subject, "node_slow" if event.reason else "node_slow_ended", event.cause, event.reason)
+    if drains:
+        state.history(event.time, subject, "node_draining", event.cause, event.reason)
 
 
 # -- failed launches ---------------------------------------------------------------------------------------------------

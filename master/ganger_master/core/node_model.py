@@ -89,6 +89,24 @@ class AccessToken(Struct, frozen=True, gc=False, omit_defaults=True):
     revoke_time: float = 0.0
 
 
+class NodeTest(Struct, frozen=True, gc=False, omit_defaults=True):
+    """A test that a node has to pass before it takes gangs. `reason`: the fault that has gone, or the operator's order.
+    `devices`: mask of those that were at fault. `job`: that of the test, zero before it starts. `failure`: why it has
+    failed; an operator returns the node then, or orders another test."""
+
+    reason: str
+    devices: int = 0
+    job: int = 0
+    failure: str = ""
+
+    @property
+    def text(self) -> str:
+        """ "tested by jobs/7 (XID 79 has gone)"."""
+        if self.failure:
+            return f"its test failed (jobs/{self.job}): {self.failure}"
+        return f"tested by jobs/{self.job} ({self.reason})" if self.job else f"to be tested ({self.reason})"
+
+
 class Node(Struct, frozen=True, gc=False, omit_defaults=True):
     name: str
     machine_uuid: str
@@ -134,6 +152,9 @@ class Node(Struct, frozen=True, gc=False, omit_defaults=True):
     reserved_for: tuple[str, ...] = ()
     # Devices in service that are slower than they should be, and why: for people.
     device_warnings: Mapping[int, str] = field(default_factory=dict)
+    test: NodeTest | None = None
+    # Jobs step more slowly here than on other nodes: by how much.
+    slow: str = ""
 
     @property
     def state(self) -> NodeState:
@@ -145,7 +166,7 @@ class Node(Struct, frozen=True, gc=False, omit_defaults=True):
             return NodeState.SILENT
         if self.is_emptied:
             return NodeState.DRAINING
-        return NodeState.CORDONED if self.cordoned else NodeState.READY
+        return NodeState.CORDONED if self.cordoned or self.test is not None else NodeState.READY
 
     @property
     def is_emptied(self) -> bool:
@@ -154,7 +175,8 @@ class Node(Struct, frozen=True, gc=False, omit_defaults=True):
 
     @property
     def takes_gangs(self) -> bool:
-        return self.heard and not (self.lost or self.silent or self.unanswerable or self.is_emptied or self.cordoned)
+        is_reached = self.heard and not (self.lost or self.silent or self.unanswerable)
+        return is_reached and not (self.is_emptied or self.cordoned or self.test is not None)
 
     @property
     def is_choosy(self) -> bool:

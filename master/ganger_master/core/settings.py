@@ -9,12 +9,21 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Final
 
 from ganger_master.core.tenancy import MOST_GPUS, Partition, Team
 
 # Of a cluster and of a replay for which no policy is named.
 DEFAULT_POLICY: Final = "ganger"
+
+
+class SlowNodes(StrEnum):
+    """What is done with a node on which jobs step more slowly than elsewhere."""
+
+    IGNORE = "ignore"
+    WARN = "warn"
+    DRAIN = "drain"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +61,11 @@ class CoreSettings:
     # parked; None: never. A partition may have other times.
     idle_warning_s: float | None = 1800.0
     idle_park_s: float | None = None
+    # Whether a node is tested once a fault of it has gone, before it takes gangs; and the program of each test, which
+    # gets the number of GPUs as its last argument.
+    test_nodes: bool = False
+    test_command: str = "python3 -m ganger.node_test"
+    slow_nodes: SlowNodes = SlowNodes.WARN
     # Between SIGTERM and kill.
     grace_s: float = 10.0
     # What each parked process is presumed to keep of its device at OFFLOAD while its daemon cannot measure it.

@@ -13,6 +13,7 @@ from ganger.cluster.placement import choose_mode
 from ganger.cluster.refusals import Refusal
 from ganger.cluster.resources import Claim, ConfigurationSet, NodeRow
 from ganger.cluster.view import View
+from ganger.node_test import TEST_USER
 from ganger.protocol.stop_rules import longest_hold_s
 from msgspec import Struct
 from msgspec.structs import replace
@@ -208,11 +209,16 @@ class State:
             self.jobs.charges.charge(number, self.owners(job), self.charged_for(job))
 
     def owners(self, job: JobRecord) -> tuple[Owner, ...]:
-        """Return the owners of limits that a job counts for."""
+        """Return the owners of limits that a job counts for; none for the test of a node."""
+        if job.user == TEST_USER:
+            return ()
         return self.limits.owners(job.user, self.teams.of(job.user), job.partition.name)
 
     def _with_terms(self, job: JobRecord) -> JobRecord:
-        """Return a job with what follows from its partition now. One that has run keeps the time limit that it has."""
+        """Return a job with what follows from its partition now. One that has run keeps the time limit that it has. The
+        test of a node is in none."""
+        if job.user == TEST_USER:
+            return job
         terms = self.partitions.terms_of(job.spec.partition)
         if job.start_time and job.partition.name == terms.name:
             terms = replace(terms, time_limit_s=job.partition.time_limit_s)

@@ -316,11 +316,11 @@ class NodeIndex(dict[str, Node]):
 
     devices, free_devices: of the nodes that take gangs. nodes_with: how many of these have so many devices free, of
     those that have any. draining: to be emptied, by an operator, for a fault of their own or for a reservation. faulty:
-    have a device with a fault. reserved: of reservations that begin soon or last. choosy: may be closed to some jobs.
-    unheard: not lost, and have not reported their gangs yet. strays_of: by job uid the nodes with a gang that is
-    quarantined or being ended by an operator. last_answer: when a daemon was last answered, Unix seconds.
-    next_silence_check: no node can turn silent or be lost before; None while none can. drained_in_vain: by epoch, gangs
-    without a place off a draining node: `freed` of the view that was searched, and when.
+    have a device with a fault. reserved: of reservations that begin soon or last. tested: to be tested. choosy: may be
+    closed to some jobs. unheard: not lost, and have not reported their gangs yet. strays_of: by job uid the nodes with
+    a gang that is quarantined or being ended by an operator. last_answer: when a daemon was last answered, Unix
+    seconds. next_silence_check: no node can turn silent or be lost before; None while none can. drained_in_vain: by
+    epoch, gangs without a place off a draining node: `freed` of the view that was searched, and when.
     """
 
     def __init__(self) -> None:
@@ -333,6 +333,7 @@ class NodeIndex(dict[str, Node]):
         self.faulty: dict[str, None] = {}
         self.reserved: dict[str, None] = {}
         self.choosy: dict[str, None] = {}
+        self.tested: dict[str, None] = {}
         self.unheard: dict[str, None] = {}
         self.strays_of: dict[str, dict[str, None]] = {}
         self.last_answer: dict[str, float] = {}
@@ -353,13 +354,14 @@ class NodeIndex(dict[str, Node]):
         list_if(self.reserved, name, node.reservation)
         list_if(self.unheard, name, not node.heard and not node.lost)
         list_if(self.choosy, name, node.is_choosy)
+        list_if(self.tested, name, node.test is not None)
         if old is None or old.strays is not node.strays:
             self.index_strays(old, node)
 
     def forget(self, name: str) -> None:
         node = self.pop(name)
         self.index_strays(node, replace(node, strays=()))
-        for known in (self.draining, self.faulty, self.reserved, self.choosy, self.last_answer):
+        for known in (self.draining, self.faulty, self.reserved, self.choosy, self.tested, self.last_answer):
             known.pop(name, None)
 
     def index_strays(self, old: Node | None, node: Node) -> None:

@@ -212,7 +212,7 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
 
     async def UncordonNode(self, request: node_pb2.UncordonNodeRequest, context: Any) -> node_pb2.Node:
         node, user = self._named(request.name, context)
-        return await self._change(commands.UncordonNode(node, user), context)
+        return await self._change(commands.UncordonNode(node, user, request.test), context)
 
     async def DeclareNodeLost(self, request: node_pb2.DeclareNodeLostRequest, context: Any) -> node_pb2.Node:
         node = names.parse_node_name(request.name)

@@ -105,7 +105,8 @@ _MOVED: Final = frozenset({"move_done", "resize_done"})
 _LOGGED: Final = frozenset(
     {
         *("node_ready", "node_silent", "node_lost", "node_changed", "node_removed", "node_draining", "node_cordoned"),
-        *("node_unhealthy", "node_healthy", "job_failed"),
+        *("node_unhealthy", "node_healthy", "node_slow", "node_slow_ended", "node_test_passed", "node_test_failed"),
+        "job_failed",
     }
 )
 
