@@ -12,6 +12,7 @@ from ganger.history import HistoryEvent, sentence
 from ganger.job_state import JobState
 from ganger_master.core.answers import Approved, SessionAnswer
 from ganger_master.core.commands import Answer, ObservedGang, OpenSession, ResumeJob, SuspendJob, Tick
+from ganger_master.core.explain import explain
 from ganger_master.core.gang_model import Gang, GangPhase, ObservedPhase
 from ganger_master.core.idle_gpus import park_times
 from ganger_master.core.job_model import Capabilities, SuspendLevel
@@ -223,3 +224,21 @@ def test_daemons_watch_only_gangs_with_gpus() -> None:
     without = drive.submit(JobSpec(("sleep",), (Role("worker", 1, TaskShape(0, 1_000, GIB)),)))
     drive.start(without)
     assert [gang.idle_after_s for gang in drive.state.desired.of("n1").gangs if gang.job == without] == [0.0]
+
+
+def test_why_a_job_rests_is_still_shown_once_its_node_is_drained_and_it_is_on_storage() -> None:
+    drive = Drive(settings=PARKS)
+    number = running(drive)
+    report(drive, number, True)
+    wait(drive, 200.0)
+    epoch = gang_of(drive, number).epoch
+    drive.seen(number, epoch, ObservedPhase.PARKED)
+    drive.step(SuspendJob(number, SuspendLevel.CHECKPOINT))
+    assert gang_of(drive, number).idle is not None, "while it is saved"
+    drive.seen(number, epoch, ObservedPhase.PARKED)
+    drive.observe("n1")
+    job = drive.job(number)
+    assert (job.state, job.epoch) == (JobState.SUSPENDED, 0)
+    assert "it was suspended because it did not use its GPUs" in explain(drive.state, number, drive.now).assumption
+    drive.step(ResumeJob(number))
+    assert drive.job(number).trouble == ""

@@ -104,7 +104,7 @@ def test_a_job_starts_only_with_a_lease_and_one_that_passes_gets_the_next_lease_
     drive.request(number)
     (verdict,) = propose(drive, {number: place(drive, number, "n1")})
     assert "its scheduler has passed" in verdict.refusals[0].message
-    (reason,) = reported_blockers(drive.state, drive.job(number))
+    (reason,) = reported_blockers(drive.state, drive.job(number), drive.now)
     assert reason.message.startswith("its scheduler passed its last lease without a reason")
     other = drive.submit(job_of(1))
     propose(drive, {other: place(drive, number, "n1")})

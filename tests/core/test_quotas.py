@@ -113,7 +113,7 @@ def test_why_names_the_jobs_that_hold_the_share(policy: str) -> None:
         drive.request(waiting, *drive.places(waiting))
     for (blocker,) in (
         explain(drive.state, waiting, drive.now).blockers,
-        reported_blockers(drive.state, drive.job(waiting)),
+        reported_blockers(drive.state, drive.job(waiting), drive.now),
     ):
         assert explain(drive.state, waiting, drive.now).share == (Owner("ann"), 4)
         assert blocker.reason is Reason.QUOTA

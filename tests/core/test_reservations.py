@@ -16,6 +16,7 @@ from ganger.protocol.gang_orders import Mechanism
 from ganger_master.core.answers import Done, Refused, Rejected
 from ganger_master.core.approval import find_place, has_place
 from ganger_master.core.commands import (
+    CancelJob,
     DeleteReservation,
     KeepPlace,
     ProposePlan,
@@ -25,7 +26,7 @@ from ganger_master.core.commands import (
     UpdateJob,
     UpdateReservation,
 )
-from ganger_master.core.explain import explain
+from ganger_master.core.explain import explain, reported_blockers
 from ganger_master.core.gang_model import GangPhase, ObservedPhase
 from ganger_master.core.job_model import Capabilities, JobRecord, SuspendLevel
 from ganger_master.core.job_spec import Agent, JobSpec, Update
@@ -524,3 +525,42 @@ def test_the_history_has_when_a_reservation_begins_and_how_long_it_is() -> None:
     drive.step(UpdateReservation("upgrade", duration_s=700.0, user="eve"))
     changed = next(row for row in reversed(drive.history) if row.kind == "reservation_updated")
     assert changed.message == "upgrade: 1 node for maintenance (disks), for another 5m"
+
+
+def test_the_queue_names_the_reservation_that_keeps_a_job_out_as_why_does() -> None:
+    drive = Drive(2, dataclasses.replace(NEVER_SILENT, policy="las"))
+    drive.step(ReserveNodes(replace(COURSE, start=0.0, end=5_000.0, lead_s=0.0), "olga"))
+    waits, enters, fits = drive.submit(job_of(6), "eve"), drive.submit(job_of(6), "ann"), drive.submit(job_of(4), "eve")
+    drive.state.queue.ranks = {waits: 1, enters: 2, fits: 3}
+    firsts = [
+        (reported_blockers(drive.state, job, drive.now)[0], explain(drive.state, job.number, drive.now).blockers[0])
+        for job in map(drive.job, (waits, enters, fits))
+    ]
+    assert firsts[0][0] == firsts[0][1]
+    assert firsts[0][0].message == "the node is reserved for other users (course) for another 1h 23m, on n1"
+    assert [one.reason for one, _ in firsts] == [Reason.NODE_RESERVED, Reason.RANKED, Reason.RANKED]
+    number = drive.submit(opaque_job(), "eve")
+    drive.step(DeleteReservation("course"))
+    drive.step(ReserveNodes(replace(UPGRADE, nodes=("n1", "n2"), start=4_000.0, end=5_000.0), "olga"))
+    (listed, *_), (why, *_) = (
+        reported_blockers(drive.state, drive.job(number), drive.now),
+        explain(drive.state, number, drive.now).blockers,
+    )
+    assert listed == why
+    assert "neither moved nor stopped" in listed.message
+
+
+def test_a_job_that_starts_because_a_reservation_was_deleted_has_not_waited_for_the_job_that_left_before() -> None:
+    drive = reserved(replace(COURSE, start=0.0, end=5_000.0, lead_s=0.0), nodes=1)
+    first = drive.submit(job_of(4), "ann")
+    drive.start(first)
+    drive.runs(first)
+    waits = drive.submit(job_of(4), "eve")
+    drive.seen(first, drive.job(first).epoch, ObservedPhase.ENDED)
+    drive.observe("n1")
+    drive.step(CancelJob(first))
+    assert drive.state.jobs.left_by["n1"][0] == first
+    drive.step(DeleteReservation("course"))
+    drive.start(waits)
+    (approved,) = [row for row in drive.told if row.kind == "gang_approved" and row.subject == f"jobs/{waits}"]
+    assert "after" not in approved.figures

@@ -125,9 +125,9 @@ def test_under_a_planner_the_first_blocker_states_how_many_devices_are_wanted_an
     drive = Drive(2, CoreSettings(policy="las"))
     number = drive.submit(job_of(6))
     drive.state.queue.ranks[number] = 1
-    assert [one.reason for one in reported_blockers(drive.state, drive.job(number))] == [Reason.RANKED]
+    assert [one.reason for one in reported_blockers(drive.state, drive.job(number), drive.now)] == [Reason.RANKED]
     drive.step(DrainNode("n1", "new fan"))
-    lacks, ranked = reported_blockers(drive.state, drive.job(number))
+    lacks, ranked = reported_blockers(drive.state, drive.job(number), drive.now)
     assert (lacks.reason, lacks.figures) == (Reason.GPUS, {"needed": 6, "free": 4, "draining": 4})
     assert ranked.reason is Reason.RANKED
     reasons = why(drive, number)
@@ -154,7 +154,7 @@ def test_without_a_planner_that_is_the_first_blocker_of_jobs_that_need_one(
     remedy = "start one with `ganger planner run`, or restart the master without --no-planner"
     for reasons, blockers in (
         (explained, explain(drive.state, number, drive.now, has_planner=False).blockers),
-        (reported, reported_blockers(drive.state, drive.job(number), has_planner=False)),
+        (reported, reported_blockers(drive.state, drive.job(number), drive.now, has_planner=False)),
     ):
         assert [one.reason for one in blockers] == reasons
         if Reason.RANKED in reasons:

@@ -395,7 +395,7 @@ def test_why_names_the_host_memory_that_a_resumed_job_lacks_where_it_rests() -> 
     blockers = explain(drive.state, one, drive.now).blockers
     assert blockers[0].reason is Reason.MEMORY
     assert blockers[0].figures["needed_bytes"] > blockers[0].figures["free_bytes"] == _free_memory(drive)
-    assert reported_blockers(drive.state, drive.job(one))[0].reason is Reason.MEMORY
+    assert reported_blockers(drive.state, drive.job(one), drive.now)[0].reason is Reason.MEMORY
 
 
 def test_a_job_that_joins_is_not_given_the_memory_that_a_resumed_job_takes_back() -> None:
@@ -492,7 +492,7 @@ def test_a_pending_job_reports_why_it_is_not_time_sliced_where_others_are(
     number = drive.submit(spec)
     drive.state.put_job(replace(drive.job(number), capabilities=capabilities))
     drive.state.queue.ranks[number] = 1
-    lacks, told = reported_blockers(drive.state, drive.job(number))
+    lacks, told = reported_blockers(drive.state, drive.job(number), drive.now)
     assert (lacks.reason, lacks.figures) == (Reason.GPUS, {"needed": 4, "free": 0})
     assert told.reason is Reason.RANKED
     assert told.detail.endswith(f"; it is not time-sliced, because {why}")

@@ -38,7 +38,7 @@ def test_no_job_is_preempted_for_one_that_would_exceed_its_users_quota(quotas: d
     newcomer = drive.submit(job_of(2), "ann")
     found = drive.found()
     assert (found.changes, found.line.tolist()) == ((), []), "it is in no line"
-    reported = reported_blockers(drive.state, drive.job(newcomer))
+    reported = reported_blockers(drive.state, drive.job(newcomer), drive.now)
     for told in (explain(drive.state, newcomer, drive.now).blockers, reported):
         assert [blocker.reason for blocker in told] == [Reason.QUOTA]
     drive.step(CancelJob(anns))

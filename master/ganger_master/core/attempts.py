@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from ganger_master.core import colocation, ending, gang_orders, moves, node_checkpoints, node_faults
 from ganger_master.core.elastic import begin_with, devices_of, share_pieces
 from ganger_master.core.events import GangApproved, JobResumed, JobSuspended
-from ganger_master.core.gang_model import Gang, GangPhase, GangRole, Restore
+from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, Restore
 from ganger_master.core.job_model import Failure, JobRecord, SuspendLevel, starting_anew
 from ganger_master.core.lifecycle import Act, act_of, is_refused
 from ganger_master.core.node_faults import emptying_figures
@@ -25,6 +25,8 @@ _ROUNDS_LIMIT = 64
 _NAMED = 10
 # To look up a member of an enumeration takes Python 3.11 as long as a call, and these are compared in every review.
 _FORGET, _WAIT, _STEPPED, _REST = Act.FORGET, Act.WAIT, Act.STEPPED, Act.REST
+# Why a job rests that was suspended for it, once its gang has gone.
+_NOT_USED = "it was suspended because it did not use its GPUs"
 _LEAVING, _SOURCE = GangRole.LEAVING, GangRole.SOURCE
 
 
@@ -97,7 +99,9 @@ def suspend(state: State, event: JobSuspended) -> None:
         # A drain suspends only what could not be moved in time.
         at_epoch_end = by_plan and job.spec.is_scheduled_at_epochs and event.purpose.goal is not Goal.DRAIN
         parked = gang_orders.park(gang, level, now, by_plan and not waits, at_epoch_end)
-        state.put_gang(replace(parked, purpose=event.purpose))
+        # One that rests because it did not use its GPUs does so at a deeper level, too.
+        idle = gang.idle if gang.intent is GangIntent.PARK and job.state is JobState.SUSPENDED else None
+        state.put_gang(replace(parked, purpose=event.purpose, idle=idle))
         state.put_job(replace(job, state=JobState.HOLDING) if waits else job)
     if state.unstored.is_kept:
         figures = event.purpose.figures if gang is None else emptying_figures(state, gang, event.purpose)
@@ -112,7 +116,8 @@ def resume(state: State, event: JobResumed) -> None:
         # On its way to storage: it waits again once it is there.
         state.put_job(replace(job, state=JobState.HOLDING, ending=JobState.PENDING))
         return
-    job = replace(job, revision=job.revision + 1, suspended_level=SuspendLevel.NONE, again_at=0.0)
+    trouble = "" if job.trouble == _NOT_USED else job.trouble
+    job = replace(job, revision=job.revision + 1, suspended_level=SuspendLevel.NONE, again_at=0.0, trouble=trouble)
     if gang is not None and gang.parked_by_plan and job.state is JobState.HOLDING:
         # Until it is parked nothing is judged: another gang may hold the devices of a part that has ended.
         back = gang_orders.holding(gang, gang.claims) if gang_orders.has_given_up(gang) else gang
@@ -266,6 +271,8 @@ def _rest(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> b
         if job.saves_itself and all(piece.gone for piece in gang.pieces):
             # What the agent may have saved before is older than the files of the script.
             job = replace(job, checkpoint=None, checkpoint_before=None)
+        if by_user and gang.idle is not None:
+            job = replace(job, trouble=_NOT_USED)
         return _end(state, job, gang, becomes, "rests on storage", now, cause, preempted=not by_user)
     state.put_gang(gang_orders.rested(gang, now))
     if level is SuspendLevel.OFFLOAD:

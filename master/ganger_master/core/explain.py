@@ -24,7 +24,7 @@ from ganger_master.core.colocation import holders_on
 from ganger_master.core.ending import is_backing_off
 from ganger_master.core.gang_model import GangIntent, GangPhase, ObservedPhase
 from ganger_master.core.job_model import JobRecord
-from ganger_master.core.job_rules import forbidden_nodes, full_share, refusal_by_partition, rules
+from ganger_master.core.job_rules import forbidden_nodes, full_share, refusal_by_partition, rules, shut_out
 from ganger_master.core.kept_places import NOTHING, Protected, protected_from, trespass
 from ganger_master.core.lifecycle import trouble_of
 from ganger_master.core.node_faults import service_reason
@@ -145,11 +145,11 @@ def explain(state: State, number: int, now: float, *, has_planner: bool = True) 
 
 def _explain(state: State, job: JobRecord, now: float, has_planner: bool) -> Explanation:
     if job.held and not job.state.is_finished:
-        return Explanation(reported_blockers(state, job), assumption=_at_rest(state, job))
+        return Explanation(reported_blockers(state, job, now), assumption=_at_rest(state, job))
     if is_backing_off(job):
         wait = max(0.0, job.again_at - now)
         text = f"unknown, because it is tried again in {wait:.0f} s, and then has to find a place"
-        return Explanation(reported_blockers(state, job), assumption=text)
+        return Explanation(reported_blockers(state, job, now), assumption=text)
     if not job.is_waiting:
         leaving = tuple([as_it_is(state, one, job) for one in availability.held_up(state, job, now)])
         stuck = (*_silent_nodes(state, job, now), *leaving)
@@ -177,7 +177,7 @@ def _explain(state: State, job: JobRecord, now: float, has_planner: bool) -> Exp
         assumption = "unknown, because each pass decides anew which job gets the next free devices"
         if not has_planner:
             return Explanation((_no_planner(state), *blockers), assumption="unknown, because no planner is connected")
-        reported = reported_blockers(state, job)
+        reported = reported_blockers(state, job, now)
         known = {one.reason for one in blockers}
         reported = (*blockers, *(one for one in reported if one.reason not in known))
         reported = tuple([_with_standing(state, job, one, now) for one in reported])
@@ -194,7 +194,7 @@ def _explain(state: State, job: JobRecord, now: float, has_planner: bool) -> Exp
     return Explanation(blockers, expected.after, expected.before, expected.assumption)
 
 
-def reported_blockers(state: State, job: JobRecord, *, has_planner: bool = True) -> tuple[Refusal, ...]:
+def reported_blockers(state: State, job: JobRecord, now: float, *, has_planner: bool = True) -> tuple[Refusal, ...]:
     """Return why a job waits, as last reported: by its scheduler, or by the planner's ranking where that places.
 
     `has_planner`: whether a planner is connected.
@@ -210,7 +210,7 @@ def reported_blockers(state: State, job: JobRecord, *, has_planner: bool = True)
     if reported or not state.is_planned or not job.is_waiting:
         return reported
     # A job that its user's quota keeps out is not ranked.
-    lacks = _lacks_memory(state, job) or _lacks_devices(state, job)
+    lacks = _lacks_memory(state, job) or _lacks_devices(state, job, now)
     placing = (*lacks, _ranked(state, job)) if has_planner else (_no_planner(state), *lacks)
     return rules(state, job) or placing
 
@@ -226,11 +226,20 @@ def _failing(state: State, job: JobRecord) -> Refusal:
     return Refusal(Reason.FAILING, detail=f"{failed}, so it is tried again {delay:.0f} s after the last")
 
 
-def _lacks_devices(state: State, job: JobRecord) -> tuple[Refusal, ...]:
+def _lacks_devices(state: State, job: JobRecord, now: float) -> tuple[Refusal, ...]:
     """Return the refusal of a job that needs more devices than are free, whatever the order of jobs. It reads no node,
-    or all of them once for all jobs in partitions, so that a list of jobs stays cheap."""
+    or all of them once for all jobs in partitions, so that a list of jobs stays cheap; and for a job that reservations
+    keep out of nodes only these."""
     needed, free, inside = job.gpus, state.nodes.free_devices, job.partition.name
-    if inside and (free := state.view.free_devices_in(inside)) < needed:
+    if inside:
+        free = state.view.free_devices_in(inside)
+    closed = reservations.closed_to(state, job, now) if needed <= free else frozenset()
+    if closed and (kept := _free_on(state, job, closed)) and needed > free - sum(kept.values()):
+        first = shut_out(state, job, [min(kept)], now)
+        more = tuple([reservations.for_reader(state, one, now) for one in first])
+        if more:
+            return more
+    if inside and free < needed:
         detail = f"not enough free devices in partition {inside!r}"
         return (Refusal(Reason.GPUS, {"needed": needed, "free": free}, detail=detail),)
     if needed <= free:
@@ -239,6 +248,21 @@ def _lacks_devices(state: State, job: JobRecord) -> tuple[Refusal, ...]:
     draining = sum([view.free[slots[name]].bit_count() for name in state.nodes.draining if name in slots])
     figures = {"needed": needed, "free": free} | ({"draining": draining} if draining else {})
     return (Refusal(Reason.GPUS, figures),)
+
+
+def _free_on(state: State, job: JobRecord, names: frozenset[str]) -> dict[str, int]:
+    """Return the free devices, if any, of those of the nodes that take gangs and are in the job's partition."""
+    view, key = state.view, (names, job.partition.name)
+    if state.free_on[0] != view.version:
+        state.free_on = view.version, {}
+    if (known := state.free_on[1].get(key)) is not None:
+        return known
+    found = state.free_on[1][key] = dict[str, int]()
+    for name in names:
+        slot = view.slots.get(name)
+        if slot is not None and view.available[slot] and view.free[slot] and _is_inside(state, job, name):
+            found[name] = view.free[slot].bit_count()
+    return found
 
 
 def _lacks_memory(state: State, job: JobRecord) -> tuple[Refusal, ...]:

@@ -282,7 +282,11 @@ class NodeClosures:
 
     def are_of(self, reservations: Collection[Reservation], now: float) -> bool:
         """Return whether the answers are for these reservations, and still hold."""
-        return now < self._until and self._of == reservations
+        return self.hold_at(now) and self._of == reservations
+
+    def hold_at(self, now: float) -> bool:
+        """Return whether the answers hold at a time, if the reservations are the same."""
+        return now < self._until
 
     def of(self, job: JobRecord, now: float) -> frozenset[str]:
         """Return the nodes on which a job may not start now."""
@@ -299,6 +303,15 @@ class NodeClosures:
 
 
 NO_CLOSURES: Final = NodeClosures((), 0.0)
+
+
+def closed_to(state: State, job: JobRecord, now: float) -> frozenset[str]:
+    """Return the nodes on which reservations do not let a job start now. Cheap for a list of jobs."""
+    if not state.reservations:
+        return frozenset()
+    if state.closures is None or not state.closures.hold_at(now):
+        state.closures = NodeClosures(tuple(state.reservations.values()), now)
+    return state.closures.of(job, now)
 
 
 def start_rules(state: State, job: JobRecord, nodes: Collection[str], now: float) -> tuple[Refusal, ...]:

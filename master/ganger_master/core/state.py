@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from copy import copy
+from typing import TYPE_CHECKING
 
 from ganger.cluster.placement import choose_mode
 from ganger.cluster.refusals import Refusal
@@ -28,9 +29,21 @@ from ganger_master.core.node_model import AccessToken, Counters, Node, Reservati
 from ganger_master.core.plan_changes import CoresCurve
 from ganger_master.core.queue import Blocked, JobQueue, LeaseTable, Place
 from ganger_master.core.settings import CoreSettings
-from ganger_master.core.state_indexes import GangIndex, JobIndex, NodeIndex, UsageIndex, is_other_row, list_if, row_of
+from ganger_master.core.state_indexes import (
+    GangIndex,
+    JobIndex,
+    NodeIndex,
+    UsageIndex,
+    is_other_row,
+    list_if,
+    opens,
+    row_of,
+)
 from ganger_master.core.tenancy import PartitionIndex, TeamIndex
 from ganger_master.policies import policy_named
+
+if TYPE_CHECKING:
+    from ganger_master.core.reservations import NodeClosures
 
 
 class RestoreReport(Struct, frozen=True):
@@ -64,6 +77,10 @@ class State:
         # By name, and when the next one enters another phase.
         self.reservations: dict[str, Reservation] = {}
         self.reservation_at = 0.0
+        # What they close to which jobs; None: to be found anew.
+        self.closures: NodeClosures | None = None
+        # Free devices by node, of nodes that are closed, in a partition: at a version of the view.
+        self.free_on: tuple[int, dict[tuple[frozenset[str], str], dict[str, int]]] = (-1, {})
         # Of people, by name.
         self.tokens: dict[str, AccessToken] = {}
         # Without teams, no decision depends on use.
@@ -179,10 +196,12 @@ class State:
 
     def put_reservation(self, reservation: Reservation) -> None:
         self.reservations[reservation.name] = reservation
+        self.closures = None
         self.unstored.put(("reservation", reservation.name), reservation)
 
     def forget_reservation(self, name: str) -> None:
         del self.reservations[name]
+        self.closures = None
         self.unstored.remove(("reservation", name))
 
     def put_token(self, token: AccessToken) -> None:
@@ -240,6 +259,9 @@ class State:
         self.nodes.put(old, node)
         self.unstored.put(("node", node.name), node)
         self.gangs.places_on.setdefault(node.name, {})
+        if old is not None and opens(old, node):
+            # What starts here now has waited for that, not for the jobs that left before.
+            self.jobs.left_by.pop(node.name, None)
         is_other = old is None or is_other_row(old, node)
         if was_unheard and node.name not in self.nodes.unheard and not is_other:
             # Otherwise the row is refreshed, and the mode with it.

@@ -473,3 +473,8 @@ def is_other_row(old: Node, node: Node) -> bool:
         or old.device_faults != node.device_faults
         or (old.configuration_set, old.rack, old.fabric) != (node.configuration_set, node.rack, node.fabric)
     )
+
+
+def opens(old: Node, node: Node) -> bool:
+    """Return whether a node takes gangs from a change on, or gangs of other users than before."""
+    return node.takes_gangs and (not old.takes_gangs or old.reserved_for != node.reserved_for)

@@ -317,7 +317,7 @@ class VisibleState:
         """Return the message of a job. Raises JobNotFound."""
         job = self.job_named(number)
         state, committed = self._writer.state, self._writer.committed
-        reported = reported_blockers(state, job, has_planner=committed.has_planner)
+        reported = reported_blockers(state, job, self._writer.now(), has_planner=committed.has_planner)
         gang = committed.gangs.get(job.epoch)
         return job_messages.job_to_wire(
             job,
