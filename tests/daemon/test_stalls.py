@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -209,6 +210,27 @@ def test_time_in_which_a_part_may_not_run_does_not_count() -> None:
     watch.begin_anew()
     assert not watch.is_idle
     assert not looked_at(watch, 200, 209)
+
+
+@pytest.mark.parametrize("driver", ["550", VIRTUAL_DRIVER])
+def test_the_next_daemon_goes_on_counting_where_the_former_one_was(driver: str) -> None:
+    node = UsedDevices(driver)
+    watch = node.watch()
+    assert looked_at(watch, 0, 12)
+    assert watch.is_news, "it has become idle"
+    notes = json.loads(json.dumps(watch.journal()))
+    assert not watch.is_news
+    following = node.watch()
+    following.recall(notes)
+    assert following.is_idle
+    assert looked_at(following, 100, 103)
+    for counts in ({"step": 1}, {"evaluated": 1}):
+        following = node.watch()
+        following.recall(notes)
+        assert not looked_at(following, 104, 105, **counts)
+    unread = node.watch()
+    unread.recall({})
+    assert not unread.is_idle
 
 
 @pytest.mark.parametrize(("mask", "after_s"), [(0, 10.0), (0b1, 0.0)], ids=["no device", "not to be watched"])

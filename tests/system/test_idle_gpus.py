@@ -45,3 +45,28 @@ def test_a_job_that_waits_for_its_user_gives_its_gpu_to_another_and_loses_nothin
         for text in ("has not used its GPU for", "because it did not use its GPUs (for", "ordered to go on"):
             assert text in told, told
         assert "1 failed" not in told
+
+
+def test_a_restarted_daemon_does_not_forget_that_a_job_is_idle(tmp_path: Path) -> None:
+    times = {"GANGER_MASTER_IDLE_WARNING": "2s"}
+    with Cluster(
+        tmp_path / "c", nodes=1, virtual_gpus=1, topology="1", daemon_options=NO_PRELOAD, environment=times
+    ) as cluster:
+        shell = Shell(cluster.master_directory)
+        pipe = tmp_path / "pipe"
+        os.mkfifo(pipe)
+        idle = shell.submit("--gpus", "1", "--memory", "256M", "--", "sh", "-c", WAITS, str(pipe))
+        eventually(lambda: "has not used" in shell("why", idle), what="a warning", within_seconds=60)
+        daemon = next(iter(cluster.daemons.values()))
+        daemon.kill()
+        daemon.start()
+        sessions = ("session_opened", 2)
+
+        def opened() -> int:
+            return sum(event["kind"] == sessions[0] for event in shell.json("events"))
+
+        eventually(lambda: opened() == sessions[1], what="the next daemon calls", within_seconds=60)
+        eventually(lambda: shell.json("nodes")["nodes"][0]["state"] == "READY", what="it has reported")
+        assert "has not used its GPUs for" in shell("why", idle)
+        assert "uses its GPU again" not in shell("history", idle)
+        shell("cancel", idle)

@@ -82,7 +82,7 @@ def test_a_node_is_tested_before_it_returns_and_one_that_fails_stays_closed(tmp_
     with Cluster(
         tmp_path / "c", nodes=1, virtual_gpus=2, topology="2", daemon_options=daemon, master_options=master
     ) as cluster:
-        shell = Shell(cluster)
+        shell = Shell(cluster.master_directory)
 
         def breaks() -> None:
             broken.touch()

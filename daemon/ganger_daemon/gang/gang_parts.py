@@ -187,6 +187,7 @@ class GangParts:
             **self.launching.journal(),
             **self.images.journal(),
             **self.devices.journal(),
+            **self.idle_watch.journal(),
         }
         write_hint(paths.local, fields)
 
@@ -195,7 +196,7 @@ class GangParts:
         paths, orders = self.context.paths, self.orders
         left = read_json(paths.local)
         try:
-            for part in (self.launcher, self.launching, self.images, self.devices):
+            for part in (self.launcher, self.launching, self.images, self.devices, self.idle_watch):
                 part.recall(left)
             orders.mark = RunMark.recall(left.get("mark", {}))
             self.memory.kept_bytes = int(left.get("kept_memory_bytes", 0))
@@ -204,7 +205,7 @@ class GangParts:
             self.escalation.recall(float(left.get("asked_to_save_s", 0.0)), orders.desired.spec)
             shares = tuple([(int(core), int(share)) for core, share in left.get("grant", [])])
             self.context.host.cores.adopt(paths.group, shares)
-        except (AttributeError, IndexError, TypeError, ValueError, OverflowError) as error:
+        except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
             log.warning("notes cannot be read", extra={"path": str(paths.local), "error": str(error)})
         orders.master_desired = _recall_master_desired(left.get("told"), orders.desired)
 

@@ -356,6 +356,8 @@ class LocalGang:
             parts.idle_watch.begin_anew()
         else:
             parts.idle_watch.follow(map(pages.progress, self.context.part.ranks), now)
+        if parts.idle_watch.is_news:
+            self._write_notes()
 
     def _judge(self, facts: GangPart, now: float) -> None:
         judgement = gang_judgement.judge(facts, now)

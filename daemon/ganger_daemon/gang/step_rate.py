@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import psutil
 from ganger.injob.page import PageProgress
@@ -33,6 +34,8 @@ IDLE_S = 600.0
 _IDLE_SHARE = 0.01
 # Interval of looking whether devices are in use: the driver's samples are of the last seconds.
 _LOOK_S = 1.0
+# Growth of the time without use after which the next daemon is left a note.
+_NOTED_S = 60.0
 # Least steps and seconds of a window in which ranks are compared.
 _WINDOW_S = 30.0
 _WINDOW_STEPS = 20
@@ -134,6 +137,13 @@ class IdleClock:
         """Forget the time so far."""
         self._at, self.idle_s = None, 0.0
 
+    def journal(self) -> dict[str, Any]:
+        return {"idle_s": self.idle_s, "progress": list(self._progress)}
+
+    def recall(self, left: Mapping[str, Any]) -> None:
+        """Continue as the clock of a former daemon was. The time between the two is left out."""
+        self.idle_s, self._progress = float(left["idle_s"]), tuple([int(count) for count in left["progress"]])
+
 
 class IdleWatch:
     """Whether a gang's part on this node uses its devices.
@@ -150,11 +160,30 @@ class IdleWatch:
         self._clock = IdleClock()
         self._looked_at = -math.inf
         self._busy: tuple[float, float] | None = None  # Time and CPU time when a processor was last in use
+        self._noted_s = 0.0
 
     @property
     def is_idle(self) -> bool:
         """Return whether it has been idle for `after_s`."""
         return 0 < self.after_s <= self._clock.idle_s
+
+    @property
+    def is_news(self) -> bool:
+        """Return whether the next daemon would have another answer by the last notes, or be a minute behind."""
+        is_noted = 0 < self.after_s <= self._noted_s
+        return is_noted != self.is_idle or self._clock.idle_s - self._noted_s >= _NOTED_S
+
+    def journal(self) -> dict[str, Any]:
+        """Return what the next daemon cannot find out."""
+        self._noted_s = self._clock.idle_s
+        return {"idle": {**self._clock.journal(), "busy": self._busy and list(self._busy)}}
+
+    def recall(self, left: Mapping[str, Any]) -> None:
+        """Continue as the watch of a former daemon, since the same boot. Raises for notes that cannot be read."""
+        if noted := left.get("idle"):
+            self._clock.recall(noted)
+            self._noted_s = self._clock.idle_s
+            self._busy = (float(noted["busy"][0]), float(noted["busy"][1])) if noted["busy"] else None
 
     def follow(self, found: Iterable[PageProgress], now: float) -> None:
         """Note the counters of the local ranks of a part that runs."""
