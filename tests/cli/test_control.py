@@ -66,6 +66,25 @@ def test_a_suspend_that_keeps_a_gpu_names_a_level_that_frees_it_only_where_the_j
     assert capsys.readouterr().out.endswith(f", and keeps its GPU{advice}\n")
 
 
+def test_a_suspend_of_a_job_that_hangs_says_that_it_is_killed_and_from_where_it_continues(
+    call: Call, master: CannedMaster, capsys: Output
+) -> None:
+    job = running_job(master)
+    for stalled, step, told in (
+        ("", 0, ""),
+        ("rank 1 makes 150 steps while the others make 300", 0, ""),
+        ("no step for 2m, step 700 is the last", 0, "it continues from the beginning once"),
+        ("no step for 2m, step 700 is the last", 650, "it continues from its checkpoint of step 650 once"),
+    ):
+        job.progress.stall_reason = stalled
+        if step:
+            job.checkpoint.step = step
+        assert call("suspend", "1", "--no-wait") == 0
+        err = capsys.readouterr().err
+        assert (f"hangs ({stalled}): if it reaches no boundary" in err) == bool(told)
+        assert told in err
+
+
 def test_a_suspend_that_takes_too_long_stands_and_is_said(call: Call, master: CannedMaster, capsys: Output) -> None:
     running_job(master).gang.phase = job_pb2.Gang.PHASE_STOPPING
     assert call("suspend", "1", "--level", "offload", "--timeout", "0.01s") == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +23,7 @@ from ganger.cli.options import (
     open_client,
     timeout_s,
 )
-from ganger.console import CommandError, ExitCode, print_json
+from ganger.console import CommandError, ExitCode, print_json, print_line
 from ganger.text import counted
 
 if TYPE_CHECKING:
@@ -69,10 +70,16 @@ def suspend(selection: Selection, level: str | None, is_waiting: bool, timeout: 
 
         def order(job: str) -> Job:
             suspend_now = partial(client.suspend_job, job, level)
-            if not is_waiting:
-                return suspend_now()
-            # Until the job has reported its capabilities, the master refuses to suspend it.
-            return order_wait.ordered(client, job, timeout, lambda now: order_wait.can_rest(now, level), suspend_now)[1]
+            if is_waiting:
+                # Until the job has reported its capabilities, the master refuses to suspend it.
+                _, found = order_wait.ordered(
+                    client, job, timeout, lambda now: order_wait.can_rest(now, level), suspend_now
+                )
+            else:
+                found = suspend_now()
+            if note := order_wait.hang_note(found):
+                print_line(f"ganger: {note}", sys.stderr)
+            return found
 
         def finish(begun: Job) -> Job:
             message = order_wait.until(client, begun, order_wait.is_at_rest, timeout, "at rest")

@@ -86,6 +86,16 @@ def obstacle(job: Job, now: float | None = None) -> str:
     return text
 
 
+def hang_note(job: Job) -> str:
+    """Return what an order to stop does to a job that makes no step, as a sentence; empty for any other job."""
+    stalled = job.progress.stall_reason
+    if not stalled.startswith("no step"):
+        return ""
+    saved = f"its checkpoint of step {job.checkpoint.step}" if job.HasField("checkpoint") else "the beginning"
+    fate = f"its processes are killed, and it continues from {saved} once it is resumed"
+    return f"job {called(job)} hangs ({stalled}): if it reaches no boundary, {fate}"
+
+
 def until(client: Client, message: Job, is_done: Callable[[Job], bool], timeout: str, goal: str) -> Job:
     """Return the job once `is_done`, or once it has ended. `goal`: what it is to be then, for the error.
 
