@@ -32,10 +32,11 @@ from ganger_master.core.job_model import Capabilities, JobRecord, SuspendLevel
 from ganger_master.core.job_spec import Agent, JobSpec, Update
 from ganger_master.core.kept_places import kept_places_of
 from ganger_master.core.machine import next_wake
+from ganger_master.core.node_closures import can_leave
 from ganger_master.core.node_faults import service_reason
 from ganger_master.core.node_model import ListChange, NodeState, Reservation
 from ganger_master.core.plan_changes import Goal, Purpose, SuspendChange
-from ganger_master.core.reservations import ReservationPhase, can_leave, hold_of, phase_of
+from ganger_master.core.reservations import ReservationPhase, hold_of, phase_of
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_image import restored
 from hypothesis import given

@@ -17,8 +17,8 @@ from ganger_master.core.commands import CancelJob, ProposePlan, ResumeJob, Suspe
 from ganger_master.core.gang_model import Gang, ObservedPhase
 from ganger_master.core.job_model import Capabilities, JobRecord, SuspendLevel
 from ganger_master.core.job_spec import JobSpec
+from ganger_master.core.node_closures import can_leave
 from ganger_master.core.plan_changes import Goal, Purpose, StartChange, SuspendChange
-from ganger_master.core.reservations import can_leave
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.tenancy import Team
 from ganger_master.planner.context import PlanDraft, capacity_of, context_of

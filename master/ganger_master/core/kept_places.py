@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.job_rules import launch_failed_on
 from ganger_master.core.queue import Blocked, KeptPlaces
-from ganger_master.core.reservations import NodeClosures
+from ganger_master.core.reservations import closures_of
 from ganger_master.core.state import State
 
 # A gang is kept a place after so many refusals, or so long a wait.
@@ -351,7 +351,7 @@ def _places_for(state: State, waited: Sequence[JobRecord], now: float) -> Mappin
         or kept.numbers != numbers
         or (kept.view_version != state.view.version and not 0.0 <= now - kept.time < _KEPT_S)
     ):
-        closures = NodeClosures(tuple(state.reservations.values()), now)
+        closures = closures_of(state, now)
         wanting = [
             KeptPlaceRequest(job.name, rank, job.shape, (*launch_failed_on(state, job), *closures.of(job, now)))
             for rank, job in enumerate(waited, 1)

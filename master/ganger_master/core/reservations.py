@@ -10,20 +10,19 @@ Until then a job may start on such a node if it would end before by its time lim
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable
 from enum import Enum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ganger.cluster.refusals import Reason, Refusal
-from ganger.protocol.gang_orders import Mechanism
 from ganger.text import counted, format_duration
 from msgspec.structs import replace
 
 from ganger_master.core import ending
 from ganger_master.core.answers import RefusedError
 from ganger_master.core.job_model import JobRecord
-from ganger_master.core.job_spec import Agent, JobSpec
+from ganger_master.core.job_spec import JobSpec
+from ganger_master.core.node_closures import NodeClosures, can_leave, end_of_start
 from ganger_master.core.node_model import ListChange, Reservation
 from ganger_master.core.tenancy import NAME_LIMIT, is_plain_name
 
@@ -264,63 +263,25 @@ def next_time(reservations: Iterable[Reservation], now: float) -> float:
 # -- jobs --------------------------------------------------------------------------------------------------------------
 
 
-class NodeClosures:
-    """Which nodes reservations close to jobs that would start at a time; false if they close none to any job.
-
-    reservations: those of the cluster. now: Unix seconds. The answers hold until the first reservation ends."""
-
-    def __init__(self, reservations: Collection[Reservation], now: float) -> None:
-        self._of, self._until = reservations, min([one.end for one in reservations if one.end > now], default=math.inf)
-        self._reservations = sorted([one for one in reservations if one.end > now], key=lambda one: one.start)
-        self._starts = [one.start for one in self._reservations]
-        self._users = frozenset[str]().union(*[one.users for one in self._reservations])
-        # By user, empty for a user of no reservation, and how many reservations a job reaches.
-        self._known: dict[tuple[str, int], frozenset[str]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._reservations)
-
-    def are_of(self, reservations: Collection[Reservation], now: float) -> bool:
-        """Return whether the answers are for these reservations, and still hold."""
-        return self.hold_at(now) and self._of == reservations
-
-    def hold_at(self, now: float) -> bool:
-        """Return whether the answers hold at a time, if the reservations are the same."""
-        return now < self._until
-
-    def of(self, job: JobRecord, now: float) -> frozenset[str]:
-        """Return the nodes on which a job may not start now."""
-        if can_leave(job):
-            count = bisect_right(self._starts, now)
-        else:
-            count = bisect_left(self._starts, _end_of_start(job, job.ran_s(now), now))
-        key = job.user if job.user in self._users else "", count
-        found = self._known.get(key)
-        if found is None:
-            others = [one.nodes for one in self._reservations[:count] if job.user not in one.users]
-            found = self._known[key] = frozenset[str]().union(*others)
-        return found
-
-
-NO_CLOSURES: Final = NodeClosures((), 0.0)
-
-
 def closed_to(state: State, job: JobRecord, now: float) -> frozenset[str]:
     """Return the nodes on which reservations do not let a job start now. Cheap for a list of jobs."""
-    if not state.reservations:
-        return frozenset()
+    return closures_of(state, now).of(job, now) if state.reservations else frozenset()
+
+
+def closures_of(state: State, now: float) -> NodeClosures:
+    """Return what the reservations close, found anew only once they have changed or the first has ended."""
     if state.closures is None or not state.closures.hold_at(now):
         state.closures = NodeClosures(tuple(state.reservations.values()), now)
-    return state.closures.of(job, now)
+    return state.closures
 
 
 def start_rules(state: State, job: JobRecord, nodes: Collection[str], now: float) -> tuple[Refusal, ...]:
     """Return why a job may not start on these nodes now because of reservations that begin later; empty if it may."""
     if not state.reservations or can_leave(job):
         return ()
-    ends = _end_of_start(job, ending.counted_s(state, job, now), now)
+    ends = end_of_start(job, ending.counted_s(state, job, now), now)
     refusals = []
-    for reservation in state.reservations.values():
+    for reservation in closures_of(state, now).on(nodes):
         if reservation.start < ends and now < reservation.end and job.user not in reservation.users:
             begins = format_duration(max(0.0, reservation.start - now))
             detail = (
@@ -352,22 +313,6 @@ def reached_by(state: State, job: JobRecord, spec: JobSpec, now: float) -> str:
     reached = start_rules(state, replace(job, spec=spec), gang.nodes, now)
     found = next((one.detail for one in reached if one.node not in before), "")
     return found and f"{job.name} cannot have this time limit: {found}"
-
-
-def _end_of_start(job: JobRecord, ran_s: float, now: float) -> float:
-    """Return when a job that starts or resumes at `now` ends at the latest. ran_s: seconds that count against its limit
-    already."""
-    limit = job.time_limit_s
-    return math.inf if limit is None else now + max(0.0, limit - ran_s)
-
-
-def can_leave(job: JobRecord) -> bool:
-    """Return whether a job can be moved or stopped without loss, as far as is known before it runs."""
-    if job.capabilities.known:
-        return job.capabilities.can_move or job.capabilities.checkpoint
-    spec = job.spec
-    saves_itself = bool(spec.stop_signal) or spec.mechanism is Mechanism.IMAGE
-    return spec.agent is not Agent.NONE or saves_itself
 
 
 def may_stay(state: State, job: JobRecord, name: str) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from copy import copy
-from typing import TYPE_CHECKING
 
 from ganger.cluster.placement import choose_mode
 from ganger.cluster.refusals import Refusal
@@ -25,6 +24,7 @@ from ganger_master.core.desired_projection import DesiredProjection
 from ganger_master.core.events import Dirty, HistoryRow, StoredChanges, Unstored, cut
 from ganger_master.core.gang_model import Gang, GangIntent, StoredOrder, TimesliceGroup, uses_otherwise
 from ganger_master.core.job_model import JobRecord, Request
+from ganger_master.core.node_closures import NodeClosures
 from ganger_master.core.node_model import AccessToken, Counters, Node, Reservation
 from ganger_master.core.plan_changes import CoresCurve
 from ganger_master.core.queue import Blocked, JobQueue, LeaseTable, Place
@@ -41,9 +41,6 @@ from ganger_master.core.state_indexes import (
 )
 from ganger_master.core.tenancy import PartitionIndex, TeamIndex
 from ganger_master.policies import policy_named
-
-if TYPE_CHECKING:
-    from ganger_master.core.reservations import NodeClosures
 
 
 class RestoreReport(Struct, frozen=True):

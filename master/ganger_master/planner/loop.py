@@ -16,8 +16,8 @@ from ganger.job_state import JobState
 
 from ganger_master.core.commands import KeepPlace
 from ganger_master.core.gang_model import Gang
+from ganger_master.core.node_closures import NO_CLOSURES, NodeClosures
 from ganger_master.core.plan_changes import StartChange
-from ganger_master.core.reservations import NO_CLOSURES, NodeClosures
 from ganger_master.planner.context import (
     ClusterChange,
     Plan,
