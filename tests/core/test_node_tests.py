@@ -128,7 +128,7 @@ def test_an_operator_orders_a_test_of_a_node_that_was_drained() -> None:
     assert drive.state.nodes["n1"].takes_gangs
 
 
-def test_an_operator_who_returns_the_node_ends_its_test() -> None:
+def test_an_operator_that_returns_the_node_ends_its_test() -> None:
     drive = returned()
     job = probe(drive)
     drive.step(UncordonNode("n1"))

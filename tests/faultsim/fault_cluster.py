@@ -364,6 +364,10 @@ class FaultCluster:
             # A side whose machine lost its disk meanwhile tells nothing any more.
             if stopped_at and has:
                 self.oracle.moved(row.subject, epoch, stopped_at, has)
+        elif row.kind == "job_submitted" and row.cause == "health":
+            job = self.state.jobs[int(row.subject.removeprefix("jobs/"))]
+            self.oracle.submitted(job.uid, spec_steps(job.spec), job.spec.gpu_memory_bytes)
+            self.physics.opaque.add(job.uid)
         elif row.kind == "gang_approved":
             job = self.state.jobs[int(row.subject.removeprefix("jobs/"))]
             self.oracle.placed(job.uid, int(row.figures["epoch"]))
