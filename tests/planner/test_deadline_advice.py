@@ -26,11 +26,11 @@ def job(number: int, gpus: int, due_s: float, limit_s: float | None, **more: obj
     return JobRecord(number, "", f"user-{number}", spec, NOW - 10, pending_since=NOW - 10, **more)  # type: ignore[arg-type]
 
 
-def advice(*jobs: JobRecord) -> str:
+def advice(*jobs: JobRecord, rivals: tuple[int, ...] = ()) -> str:
     """Of the last one, on 4 GPUs."""
     view = View([SERVER])
     view.put(idle_row("n1", SERVER))
-    return deadline_advice([(one, None) for one in jobs], jobs[-1].number, view, NOW)
+    return deadline_advice([(one, None) for one in jobs], jobs[-1].number, view, NOW, rivals)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +57,21 @@ def advice(*jobs: JobRecord) -> str:
 )
 def test_advice_says_when_it_would_end_or_for_which_job_that_is_unknown(jobs: list[JobRecord], expected: str) -> None:
     assert advice(*jobs) == expected
+
+
+@pytest.mark.parametrize(
+    ("rival_s", "own_s", "due_s", "expected"),
+    [
+        (60, 3_600, 9_000, "can be met: it would end 89 min before it"),
+        (None, 3_600, 7_000, "that depends on which nodes jobs of other partitions get"),
+        (4_000, 3_600, 7_000, "that depends on which nodes jobs of other partitions get"),
+        (None, 8_000, 7_000, "cannot be met: it would end 17 min after it"),
+    ],
+)
+def test_where_jobs_of_other_partitions_may_get_its_nodes_it_counts_what_holds_with_them_and_without(
+    rival_s: float | None, own_s: float, due_s: float, expected: str
+) -> None:
+    assert advice(job(1, 4, 5_000, rival_s), job(2, 4, due_s, own_s), rivals=(1,)).endswith(expected)
 
 
 def test_without_a_limit_it_goes_by_what_the_jobs_before_it_took() -> None:

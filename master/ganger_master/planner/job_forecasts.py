@@ -115,8 +115,11 @@ def _line(newcomer: Newcomer, facts: Facts, now: float) -> tuple[Integers, int]:
 _NAMED = 5
 
 
-def deadline_advice(jobs: Iterable[tuple[JobRecord, Gang | None]], number: int, view: View, now: float) -> str:
-    """Return the advice for job `number`, which has a deadline; empty if it is no longer live."""
+def deadline_advice(
+    jobs: Iterable[tuple[JobRecord, Gang | None]], number: int, view: View, now: float, rivals: Collection[int] = ()
+) -> str:
+    """Return the advice for job `number`, which has a deadline; empty if it is no longer live. rivals: numbers of
+    pending jobs that may get other nodes: it counts as certain what holds with them and without."""
     table = LiveTable()
     for job, gang in jobs:
         table.put(job, gang)
@@ -131,7 +134,13 @@ def deadline_advice(jobs: Iterable[tuple[JobRecord, Gang | None]], number: int, 
     if math.isnan(left[mine]):
         return "unknown whether it can be met, because how long the job takes is not known: give it a time limit"
     newcomer = Newcomer(int(facts.gpus[mine]), float(left[mine]), deadline_s, int(facts.priority[mine]))
-    advised = advice(newcomer, facts.take(others), left[others], now, capacity_of(view, table))
+    capacity = capacity_of(view, table)
+    advised = advice(newcomer, facts.take(others), left[others], now, capacity)
+    if len(rivals) and advised.verdict in (DeadlineVerdict.TOO_LATE, DeadlineVerdict.UNKNOWN):
+        own = others & ~np.isin(facts.number, list(rivals))
+        advised = advice(newcomer, facts.take(own), left[own], now, capacity)
+        if advised.verdict in (DeadlineVerdict.MET, DeadlineVerdict.DELAYS_OTHERS):
+            return "unknown whether it can be met: that depends on which nodes jobs of other partitions get"
     match advised.verdict:
         case DeadlineVerdict.MET:
             return f"can be met: it would end {_ago(deadline_s - advised.end_s)} before it"

@@ -322,13 +322,11 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
             return f"nothing is done for it: policy {state.policy.name} does not go by deadlines, edf does"
         # Elements do not change, the view is a copy: to weigh all jobs may take as long as many calls do.
         pairs: Pairs = [(one, committed.gangs.get(one.epoch)) for one in committed.jobs.values()]
-        view, partition = state.view.copy(), job.partition.name
+        view, partition, rivals = state.view.copy(), job.partition.name, frozenset[int]()
         if partition:
             there = inside_partition(pairs, view, partition)
-            if there.rivals:
-                return f"unknown whether it can be met: partition {partition!r} has nodes in common with others"
-            pairs, view = there.pairs, there.view
-        return await asyncio.to_thread(deadline_advice, pairs, number, view, self._writer.now())
+            pairs, view, rivals = there.pairs, there.view, there.rivals
+        return await asyncio.to_thread(deadline_advice, pairs, number, view, self._writer.now(), rivals)
 
     async def GetUsage(self, request: usage_pb2.GetUsageRequest, context: Any) -> usage_pb2.Usage:
         state, now = self._writer.state, self._writer.now()
