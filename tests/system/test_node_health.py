@@ -1,6 +1,6 @@
 """A node fails its health check while a job trains on it: the job moves without losing a step, and the node returns. A
 prolog that fails takes its node out of service, and the job starts on the other. A node
-is tested before it returns."""
+is tested before it returns, and one that is slow is drained."""
 
 from __future__ import annotations
 
@@ -86,31 +86,69 @@ def test_a_node_is_tested_before_it_returns_and_one_that_fails_stays_closed(tmp_
 
         def breaks() -> None:
             broken.touch()
-            eventually(lambda: node(shell, "n1")["state"] == "DRAINING", what="it is emptied", within_seconds=60)
+            eventually(lambda: node(shell, "n0")["state"] == "DRAINING", what="it is emptied", within_seconds=60)
             broken.unlink()
 
         def has_returned() -> bool:
-            return bool(node(shell, "n1")["state"] == "READY")
+            return bool(node(shell, "n0")["state"] == "READY")
 
         breaks()
         eventually(has_returned, what="it passes its test", within_seconds=120, story=cluster.story)
         (job,) = shell.json("queue", "--all")
-        assert (job["display_name"], job["user"], job["state"]) == ("test-n1", "system:health", "SUCCEEDED")
+        assert (job["display_name"], job["user"], job["state"]) == ("test-n0", "system:health", "SUCCEEDED")
         assert "sums over 2 are right" in shell("logs", "1")
 
         memory.touch()
         breaks()
         failed = "its test failed (jobs/2): memory did not keep what was written to it"
         eventually(
-            lambda: failed in node(shell, "n1").get("state_reason", ""), what="its test fails", within_seconds=120
+            lambda: failed in node(shell, "n0").get("state_reason", ""), what="its test fails", within_seconds=120
         )
-        assert node(shell, "n1")["state"] == "CORDONED"
+        assert node(shell, "n0")["state"] == "CORDONED"
         assert failed in shell("nodes")
         memory.unlink()
-        shell("uncordon", "n1", "--test")
+        shell("uncordon", "n0", "--test")
         eventually(has_returned, what="it passes the next one", within_seconds=120, story=cluster.story)
         kinds = [one["kind"] for one in shell.json("events") if "node_test" in one["kind"]]
         assert kinds == [
             *("node_test_started", "node_test_passed", "node_test_started", "node_test_failed"),
             *("node_test_ordered", "node_test_started", "node_test_passed"),
         ]
+
+
+TRAINS = """
+import os, time
+import ganger, torch
+
+net = torch.nn.Linear(1, 1)
+job = ganger.attach(model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+data = torch.utils.data.TensorDataset(torch.zeros(64, 1))
+for _ in job.epochs(100_000):
+    for (x,) in job.dataloader(data, global_batch=8):
+        time.sleep(0.2 if os.environ["GANGER_NODES"] == "n1" else 0.05)
+        job.step(net(x).sum())
+"""
+
+
+def test_a_node_on_which_all_jobs_step_more_slowly_than_on_the_other_is_drained(tmp_path: Path) -> None:
+    script, config = tmp_path / "trains.py", tmp_path / "master.toml"
+    script.write_text(TRAINS)
+    config.write_text('policy = "fifo"\nslow_nodes = "drain"\n')
+    with Cluster(
+        tmp_path / "c", nodes=2, virtual_gpus=3, topology="3", master_options=("--config", str(config))
+    ) as cluster:
+        shell = Shell(cluster.master_directory)
+        words = ("--gpus", "1", "--cpus-per-gpu", "1", "--memory", "512M", "--gpu-memory", "64M")
+        jobs = [shell.submit(*words, "--", sys.executable, str(script)) for _ in range(6)]
+        eventually(
+            lambda: "slow: steps take" in node(shell, "n1").get("state_reason", ""),
+            what="n1 is found slow",
+            within_seconds=150,
+            story=cluster.story,
+        )
+        assert node(shell, "n1")["state"] == "DRAINING"
+        assert node(shell, "n0")["state"] == "READY"
+        slow = [one["subject"] for one in shell.json("events") if one["kind"] == "node_slow"]
+        assert slow == ["nodes/n1"]
+        for job in jobs:
+            shell("cancel", job)
