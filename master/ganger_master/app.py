@@ -379,7 +379,7 @@ class Master:
             marks |= {number: sample.time for number, sample in samples.items()}
             watch.note(samples, committed.jobs, committed.gangs, committed.nodes, committed.configuration_sets)
             for name, text in watch.news(committed.nodes).items():
-                self.writer.tell(NoteSlowNode(name, text))
+                self.writer.enqueue(NoteSlowNode(name, text))
             await asyncio.sleep(_COMPARING_S)
 
     async def _keep_storage(self) -> None:

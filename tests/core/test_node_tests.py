@@ -10,12 +10,13 @@ from ganger.node_test import TEST_USER, WRONG_MEMORY
 from ganger_master.core.commands import CancelJob, CordonNode, DeclareLost, DrainNode, UncordonNode
 from ganger_master.core.explain import explain
 from ganger_master.core.gang_model import ObservedPhase, Outcome, OutcomeKind
-from ganger_master.core.job_model import Failure, JobRecord, JobSpec
+from ganger_master.core.job_model import Failure, JobRecord
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.node_faults import service_reason
 from ganger_master.core.node_model import Node, NodeState, NodeTest
 from ganger_master.core.node_tests import NodeTestStep, failure_text, next_step
-from ganger_master.core.partitions import Partition
 from ganger_master.core.settings import CoreSettings
+from ganger_master.core.tenancy import Partition
 from msgspec.structs import replace
 
 TESTS = CoreSettings(test_nodes=True)
@@ -79,7 +80,7 @@ def ends(drive: Drive, outcome: Outcome) -> None:
 
 
 def kinds(drive: Drive) -> list[str]:
-    return [row.kind for row in drive.told if row.subject == "nodes/n1" and "test" in row.kind]
+    return [row.kind for row in drive.history if row.subject == "nodes/n1" and "test" in row.kind]
 
 
 def test_a_node_whose_fault_has_gone_takes_jobs_once_its_test_has_passed() -> None:

@@ -563,5 +563,5 @@ def test_a_job_that_starts_because_a_reservation_was_deleted_has_not_waited_for_
     assert drive.state.jobs.left_by["n1"][0] == first
     drive.step(DeleteReservation("course"))
     drive.start(waits)
-    (approved,) = [row for row in drive.told if row.kind == "gang_approved" and row.subject == f"jobs/{waits}"]
+    (approved,) = [row for row in drive.history if row.kind == "gang_approved" and row.subject == f"jobs/{waits}"]
     assert "after" not in approved.figures

@@ -91,7 +91,8 @@ class Cluster:
                 slower = longer if gang.nodes == ("n2",) else 1.0
                 self.steps[gang.epoch] = self.steps.get(gang.epoch, 0.0) + seconds / 8 * 10.0 / slower
             samples = {
-                gang.job: Progress(gang.epoch, int(self.steps[gang.epoch]), self.time) for gang in state.gangs.values()
+                gang.job: Progress(gang.epoch, int(self.steps[gang.epoch]), self.time, 1.0 + self.time % 0.01)
+                for gang in state.gangs.values()
             }
             self.watch.note(samples, state.jobs, state.gangs, state.nodes, state.nodes.configuration_sets)
         for name, text in self.watch.news(state.nodes).items():
@@ -110,7 +111,7 @@ def test_a_node_that_is_slow_is_warned_of_and_no_longer_once_it_has_recovered() 
     assert node.takes_gangs
     cluster.trains(longer=1.0, seconds=6_000.0)
     assert service_reason(cluster.drive.state.nodes["n2"]) == ""
-    kinds = [row.kind for row in cluster.drive.told if row.subject == "nodes/n2" and "slow" in row.kind]
+    kinds = [row.kind for row in cluster.drive.history if row.subject == "nodes/n2" and "slow" in row.kind]
     assert kinds == ["node_slow", "node_slow_ended"]
 
 

@@ -11,7 +11,7 @@ from faultsim.test_sharing_storms import SERVER
 from ganger.cluster.resources import Role, TaskShape
 from ganger.node_test import TEST_USER
 from ganger_master.core.commands import UncordonNode
-from ganger_master.core.job_model import JobSpec
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.settings import CoreSettings
 
 NAMES = ("n1", "n2", "n3")

@@ -95,7 +95,7 @@ def test_a_node_is_tested_before_it_returns_and_one_that_fails_stays_closed(tmp_
         breaks()
         eventually(has_returned, what="it passes its test", within_seconds=120, story=cluster.story)
         (job,) = shell.json("queue", "--all")
-        assert (job["display_name"], job["user"], job["state"]) == ("test-n0", "system:health", "SUCCEEDED")
+        assert (job["spec"]["display_name"], job["user"], job["state"]) == ("test-n0", "system:health", "SUCCEEDED")
         assert "sums over 2 are right" in shell("logs", "1")
 
         memory.touch()

@@ -12,7 +12,7 @@ from click.shell_completion import CompletionItem
 
 from ganger.cli.options import CompletedType, NodeType, confirm, json_option, number, open_client, yes_option
 from ganger.cluster.resources import UNLIMITED_MB_PER_S
-from ganger.console import enum_text, print_json, print_line, print_pairs, print_table
+from ganger.console import CommandError, enum_text, print_json, print_line, print_pairs, print_table
 from ganger.text import counted, format_cores, format_duration, format_memory
 from ganger.wire import times
 

@@ -22,7 +22,8 @@ from msgspec.structs import replace
 from ganger_master.core import attempts, ending
 from ganger_master.core.approval import level_of
 from ganger_master.core.events import GangApproved
-from ganger_master.core.job_model import Agent, JobRecord, JobSpec
+from ganger_master.core.job_model import JobRecord
+from ganger_master.core.job_spec import Agent, JobSpec
 from ganger_master.core.node_model import Node, NodeTest
 from ganger_master.core.state import State
 

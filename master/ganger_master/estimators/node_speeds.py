@@ -35,7 +35,9 @@ _KEPT_OF_KIND: Final = 48
 _KEPT: Final = 4_096
 # A rate is known after so many steps and seconds.
 _STEPS_LEAST: Final = 20
-_WINDOW_LEAST_S: Final = 10.0
+_WINDOW_LEAST_S: Final = 5.0
+# Daemons compute the time of the first step anew for each sample, from two clocks.
+_SAME_S: Final = 1.0
 # A rate is of the last one or two such times.
 _WINDOW_S: Final = 300.0
 
@@ -166,7 +168,8 @@ class SpeedWatch:
 
     def _note(self, sample: StepSample, rate: GangRate) -> None:
         known = self._stretches.get(sample.epoch)
-        if known is None or known.since != sample.since_time or known.rate.kind != rate.kind:
+        goes_on = known is not None and abs(known.since - sample.since_time) < _SAME_S
+        if known is None or not goes_on or known.rate.kind != rate.kind:
             self._stretches.pop(sample.epoch, None)
             mark = sample.step, sample.step_time
             self._stretches[sample.epoch] = _Stretch(rate, sample.since_time, mark, mark)
