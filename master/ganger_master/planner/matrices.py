@@ -115,6 +115,8 @@ class SliceMatrices:
         # Missing host memory, for each parked job that can resume once there is enough.
         self.shortages: list[Shortage] = []
         self.sharers: dict[int, SlicedJob] = {}
+        # By number: a job is time-sliced with jobs of its own priority.
+        self._priorities: dict[int, int] = {}
         self._on: dict[NodeDevice, set[int]] = {}
         # Devices of jobs that are not time-sliced.
         self._closed: set[NodeDevice] = set()
@@ -126,18 +128,16 @@ class SliceMatrices:
         # Time-sliced jobs with new devices.
         self._moved: dict[int, SlicedJob] = {}
         barred = {*kept_out.not_started, *kept_out.not_stopped}
-        there = [SlicedJob(job, gang, gang.claims) for job, gang in running]
-        crowds = Counter(device for one in there for device in one.devices)
-        for one in there:
-            job, gang = one.job, one.gang
-            assert gang is not None, "it runs"
+        there = [(job, gang, one := SlicedJob(job, gang, gang.claims), one.devices) for job, gang in running]
+        crowds = Counter(device for *_, devices in there for device in devices)
+        for job, gang, one, devices in there:
             # Co-located gangs are not time-sliced. A shared mask alone does not show that another gang is there now.
-            is_alone = all(crowds[device] == 1 for device in one.devices)
+            is_alone = all(crowds[device] == 1 for device in devices)
             if gang.node_set or (is_alone and may_take_turns(job, gang) and job.number not in barred):
-                self._put(one)
+                self._put(one, devices)
                 self._count_cores(gang)
             else:
-                self._closed.update(one.devices)
+                self._closed.update(devices)
         self._kept_out = kept_out
 
     @property
@@ -277,20 +277,30 @@ class SliceMatrices:
 
     def _seats(self, job: JobRecord) -> list[Seat]:
         """Return candidate places: those of gangs of its size, and on each node the devices with the fewest gangs."""
-        found = {seat_of(one.claims) for one in self.sharers.values() if one.job.gpus == job.gpus}
-        for name in sorted({name for name, _ in self._on}):
-            slot = self._view.slots.get(name)
-            if slot is None or not self._view.available[slot]:
+        gpus, view = job.gpus, self._view
+        found = {seat_of(one.claims) for one in self.sharers.values() if one.job.gpus == gpus}
+        for name, open_ones in self._open_devices(job.priority).items():
+            slot = view.slots.get(name)
+            if not len(open_ones) >= gpus > 0 or slot is None or not view.available[slot]:
                 continue
-            topology = self._view.topologies[slot]
-            if not topology.is_in(job.partition.name) or name in job.closed_nodes:
-                continue
-            open_ones = [d for d in range(topology.devices) if self._is_open((name, d), job)]
-            open_ones.sort(key=lambda device: (len(self._on.get((name, device), ())), device))
-            if len(open_ones) >= job.gpus > 0:
-                found.add(((name, sum(1 << device for device in open_ones[: job.gpus])),))
+            if view.topologies[slot].is_in(job.partition.name) and name not in job.closed_nodes:
+                found.add(((name, sum([1 << device for _, device in sorted(open_ones)[:gpus]])),))
         wide = self._wide_seat(job)
         return sorted([*found, wide] if wide else found)
+
+    def _open_devices(self, priority: int) -> Mapping[str, list[tuple[int, int]]]:
+        """Return, of nodes where jobs may be time-sliced, (number of gangs, device) of those that a job of this
+        priority may join."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for (name, device), numbers in self._on.items():
+            there = found.setdefault(name, [])
+            if self._takes_joiner((name, device), numbers, priority):
+                there.append((len(numbers), device))
+        for name, there in found.items() if self._takes_free else ():
+            slot = self._view.slots.get(name)
+            free = bits(self._view.free[slot]) if slot is not None else ()
+            there += [(0, one) for one in free if (name, one) not in self._closed and (name, one) not in self._on]
+        return found
 
     def _wide_seat(self, job: JobRecord) -> Seat:
         """Return the whole nodes with the fewest gangs for a job that is larger than any node; empty if there are too
@@ -314,13 +324,17 @@ class SliceMatrices:
         return tuple(sorted([(name, (1 << most) - 1) for _, name in sorted(whole)[:count]]))
 
     def _is_open(self, device: NodeDevice, job: JobRecord) -> bool:
-        if device in self._closed:
+        numbers = self._on.get(device)
+        if numbers is not None:
+            return self._takes_joiner(device, numbers, job.priority)
+        is_free = bool(self._view.free[self._view.slots[device[0]]] >> device[1] & 1)
+        return is_free and self._takes_free and device not in self._closed
+
+    def _takes_joiner(self, device: NodeDevice, numbers: Collection[int], priority: int) -> bool:
+        """Return whether a job of this priority may join the jobs on a device, by number."""
+        if len(numbers) >= self._most_rows or device in self._closed:
             return False
-        there = [self.sharers[number] for number in self._on.get(device, ())]
-        if not there:
-            slot = self._view.slots[device[0]]
-            return self._takes_free and bool(self._view.free[slot] >> device[1] & 1)
-        return len(there) < self._most_rows and all(one.job.priority == job.priority for one in there)
+        return {self._priorities[number] for number in numbers} == {priority}
 
     def _key(self, seat: Seat) -> tuple[int, int, int, Seat] | None:
         """Return the sort key of a place: gangs per device, then the number of gangs that get fewer slices."""
@@ -382,7 +396,7 @@ class SliceMatrices:
 
     def _join(self, one: SlicedJob) -> None:
         self._joined[one.number] = one
-        self._put(one)
+        self._put(one, one.devices)
         self._take_memory(one)
 
     def _memory_left(self, name: str) -> int:
@@ -393,9 +407,9 @@ class SliceMatrices:
         for claim in one.missing_claims:
             self._given_memory[claim.node] += _memory_of(claim)
 
-    def _put(self, one: SlicedJob) -> None:
-        self.sharers[one.number] = one
-        for device in one.devices:
+    def _put(self, one: SlicedJob, devices: Iterable[NodeDevice]) -> None:
+        self.sharers[one.number], self._priorities[one.number] = one, one.job.priority
+        for device in devices:
             self._on.setdefault(device, set()).add(one.number)
 
     # -- time-slice groups ---------------------------------------------------------------------------------------------
