@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 from core.drive import job_of
@@ -241,7 +240,7 @@ def test_busy_time_sliced_and_partly_ended_jobs_keep_their_sizes() -> None:
     drive.submit(job_of(2))
     context = drive.context(CapacityIndex(drive.state.view.copy()))
     assert [change.number for change in plan_sizes(context, drive.growing)[0].changes] == [number]
-    busy = dataclasses.replace(context, on_trial=frozenset({number}))
+    busy = replace(context, on_trial=frozenset({number}))
     assert plan_sizes(busy, drive.growing)[0] == Sizes()
     job, gang = drive.job(number), drive.state.gangs[drive.job(number).epoch]
     context.jobs.put(job, replace(gang, node_set=1))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from dataclasses import replace as replace_of
 
 import pytest
 from core.drive import SERVER
@@ -272,7 +271,7 @@ def test_a_host_that_moves_away_is_not_waited_for() -> None:
     table = drive.table()
     job, gang = drive.job(host), drive.state.gangs[drive.job(host).epoch]
     table.put(job, replace(gang, phase=GangPhase.MOVING))
-    changes, after = follow(drive.remembered.colocations, replace_of(drive.context(), jobs=table))
+    changes, after = follow(drive.remembered.colocations, replace(drive.context(), jobs=table))
     assert (changes, len(after.leaving)) == ((), 1)
 
 

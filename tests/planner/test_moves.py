@@ -94,9 +94,7 @@ class Moved(Planned):
         found, self.moving, self.findings, self.again_s = plan_moves(plan, context, self.moving)
         if is_idle and not may_stop:
             assert (found.changes, self.findings, self.moving.plans) == ((), (), ())
-        twins = [
-            plan_moves(plan, dataclasses.replace(context, is_news=is_news), self.moving) for is_news in (True, False)
-        ]
+        twins = [plan_moves(plan, replace(context, is_news=is_news), self.moving) for is_news in (True, False)]
         assert [twin[0].changes for twin in twins] == [twins[0][0].changes] * 2, "without news it is the same"
         assert [twin[1].plans for twin in twins] == [twins[0][1].plans] * 2
         assert rows == [replace(row, version=0) for row in view.rows()], "the view is left as it was"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
 
 import numpy as np
@@ -11,6 +10,7 @@ from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.plan_changes import Goal, MoveChange, Purpose, ResizeChange, StartChange, SuspendChange
 from ganger_master.planner.context import PlanDraft
 from ganger_master.planner.plan_pace import AnsweredPlan, PlanPace, is_stop
+from msgspec.structs import replace
 
 NOTHING = AnsweredPlan()
 JOB_WAITS = AnsweredPlan(waits=True, took_s=0.001)

@@ -19,6 +19,7 @@ from ganger.cluster.refusals import Refusal, RefusalKind
 from ganger.cluster.resources import GangShape
 from ganger.cluster.view import View
 from msgspec import Struct
+from msgspec import field as struct_field
 from msgspec.structs import replace as replace_of
 
 from ganger_master.core.accounting import NO_LIMITS, Limits, UserUsage
@@ -279,8 +280,7 @@ class PlanDraft:
 NOTHING_TO_DO: Final = PlanDraft()
 
 
-@dataclass(slots=True)
-class PlanContext:
+class PlanContext(Struct):
     """One plan in the making. A pass that needs other terms gets a copy with them, and returns a draft.
 
     order: the policy's order, or one derived from it.
@@ -300,6 +300,7 @@ class PlanContext:
     kept_on: nodes with places that are kept for pending jobs: what running jobs give back there is for these first.
     migrating: numbers of jobs of migration plans under way.
     is_giving: running jobs are about to return devices to pending ones.
+    ranked: what `plan.plan` has ranked and chosen, by all that it depends on in one plan.
     again_s: when the next plan is due without any event, beside the draft's own time.
     """
 
@@ -317,14 +318,15 @@ class PlanContext:
     is_news: bool = True
     last_line: tuple[int, ...] = ()
     on_trial: frozenset[int] = frozenset()
-    terms: PassTerms = field(default_factory=PassTerms)
+    terms: PassTerms = struct_field(default_factory=PassTerms)
     resizing: Resizing = NOTHING_UNDER_WAY
     draft: PlanDraft = NOTHING_TO_DO
-    findings: list[TrialFinding] = field(default_factory=list)
+    findings: list[TrialFinding] = struct_field(default_factory=list)
     kept_places: tuple[KeepPlace, ...] | None = None
     kept_on: frozenset[str] = frozenset()
     migrating: frozenset[int] = frozenset()
     is_giving: bool = False
+    ranked: dict[Any, Any] = struct_field(default_factory=dict)
     again_s: float = math.inf
 
     @property
@@ -375,7 +377,7 @@ def context_of(
     """Return the context of a plan outside a loop. `more`: fields that differ from those of a first plan."""
     cluster, terms = ClusterChange(room.view), terms_of(policy, jobs)
     context = PlanContext(now, policy, policy.aging_order, settings, settings.pace, cluster, jobs, room, terms=terms)
-    return replace(context, **more)
+    return replace_of(context, **more)
 
 
 class PlanStage(ABC):

@@ -133,7 +133,7 @@ class MigrationStage(PlanStage):
         if around is not None:
             planned = plan_moves(around.found, context, self.moving, resting=around.resting(context))
         elif not (present.changes or context.findings):
-            beside = replace(context, excluded=NONE_EXCLUDED, may_preempt=False, is_news=True)
+            beside = replace_of(context, excluded=NONE_EXCLUDED, may_preempt=False, is_news=True)
             planned = plan_moves(lambda _: present, beside, self.moving, makes_room=False)
             context.draft = NOTHING_TO_DO
         else:
@@ -221,7 +221,7 @@ class _Pass:
         old = self._old.outcomes.with_live_reverts(table, migration.now)
         outcomes, findings = old.judged(table, migration.room.view, migration.rates, migration.now, self._takes)
         wishes = MeasuredPlaces(context, outcomes, self._old.found_until_s)
-        migration.context = replace(context, terms=wishes.terms)
+        migration.context = replace_of(context, terms=wishes.terms)
         is_new = context.is_news or may_preempt or bool(migration.changes or carried.given_up)
         makes_holes = migration.makes_room and self._make_room.are_possible
         found = self._old.found if now < self._old.found_until_s else None
@@ -290,6 +290,8 @@ class _Pass:
 
     def _with_own(self, found: PlanDraft) -> PlanDraft:
         own = self._migration.changed
+        if not own:
+            return found
         others = tuple([change for change in found.changes if change.number not in own])
         starts = np.array(
             [c.number for c in self._migration.changes if isinstance(c, StartChange) and c.number not in found.line],
@@ -303,9 +305,9 @@ class _Pass:
         excluded, numbers = context.excluded, self._migration.busy | self._migration.changed | self._make_room.soon
         if numbers:
             not_stopped = frozenset((*excluded.not_stopped, *numbers))
-            excluded = replace(excluded.resting(numbers), not_stopped=not_stopped)
+            excluded = replace_of(excluded.resting(numbers), not_stopped=not_stopped)
         kept_on = {claim.node for plan in self._migration.plans if plan.waiting for claim in plan.place}
-        return replace(context, excluded=excluded, may_preempt=may_preempt, kept_on=frozenset(kept_on))
+        return replace_of(context, excluded=excluded, may_preempt=may_preempt, kept_on=frozenset(kept_on))
 
     def _keep_for(self, plans: Iterable[MigrationPlan]) -> None:
         """Take the places that new migration plans need, after the index was reset to before them."""

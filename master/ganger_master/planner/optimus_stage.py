@@ -47,7 +47,7 @@ def plan_optimus(context: PlanContext) -> PlanDraft:
     jobs = [job for row in rows.tolist() if (job := table.jobs[row]) is not None]
     # What a resize leaves is unknown if this planner did not decide it, or has lost it.
     may_preempt = may_preempt and not any(map(partial(_is_unknown, resizing), jobs, gangs))
-    context = replace(context, may_preempt=may_preempt, resizing=resizing)
+    context = replace_of(context, may_preempt=may_preempt, resizing=resizing)
     line = ranked(context.order, facts, now, capacity)
     wanting = SizeRequests.of(context, capacity, rows, facts, jobs, gangs, line)
     if not wanting.has_choices and not resizing.waits_for_room:
@@ -63,7 +63,7 @@ def plan_optimus(context: PlanContext) -> PlanDraft:
     found, vain = _Sizing(context, capacity, rows, line, wanting, gpus).plan()
     if vain and not may_preempt:
         # Growth that no returned devices will allow does not hold up new jobs.
-        return plan_optimus(replace(context, resizing=resizing.without(vain)))
+        return plan_optimus(replace_of(context, resizing=resizing.without(vain)))
     return found
 
 
@@ -139,7 +139,7 @@ class _Sizing:
         placed = partial(
             carried_out,
             self._choice(in_place, stopped),
-            replace(
+            replace_of(
                 context,
                 policy=replace(context.policy, placement=_yielding(context.policy.placement, least)),
                 terms=replace_of(terms, shape=lambda job: shapes.get(job.number) or terms.shape(job), held=held_of),

@@ -7,13 +7,23 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace as replace_of
+
 from ganger_master.core.job_model import JobRecord
 from ganger_master.planner.context import PlanContext, PlanDraft, PlanOutcome, PlanStage
 from ganger_master.planner.in_place_resize import Resizing
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.plan import may_start, plan, started, within_quotas
 from ganger_master.planner.plan_pace import INSTANT_S, NONE_EXCLUDED
-from ganger_master.policies import Grow, Migrate, Policy, ResizeByOptimus, ShareByTimeSlices, StartByTetris, Tune
+from ganger_master.policies import (
+    Grow,
+    Migrate,
+    Policy,
+    ResizeByOptimus,
+    ShareByTimeSlices,
+    StartByTetris,
+    Tune,
+)
 from ganger_master.policies.orders import JobOrder
 
 if TYPE_CHECKING:
@@ -58,10 +68,11 @@ class OrderStage(PlanStage):
         found = self._first_of_queue(context) if packer is None else self._packed_round(packer, context)
         if found is None:
             if packer is not None and not (context.now == self._packed_at_s and self._could_not_pack):
-                context = replace(context, may_preempt=False)
-            context = replace(context, excluded=context.excluded.resting(self.resting(context)))
+                context = replace_of(context, may_preempt=False)
+            if resting := self.resting(context):
+                context = replace_of(context, excluded=context.excluded.resting(resting))
             if self.resizing is not None:
-                context = replace(context, resizing=self.resizing)
+                context = replace_of(context, resizing=self.resizing)
             found = plan_by(context)
         if packer is not None and (context.is_news or context.jobs.has_waiting):
             found = replace(found, next_change_s=min(found.next_change_s, self._packed_at_s + context.pace.round_s))
@@ -84,11 +95,11 @@ class OrderStage(PlanStage):
         begins = context.may_preempt and context.now >= self._packed_at_s + context.pace.round_s - INSTANT_S
         if begins:
             self._packed_at_s = context.now
-            self._packing = packing_of(tuning, replace(context, excluded=within_quotas(context)))
+            self._packing = packing_of(tuning, replace_of(context, excluded=within_quotas(context)))
             self._could_not_pack = self._packing is None
         if self._packing is None:
             return None
-        found = plan_packed(self._packing, replace(context, may_preempt=begins))
+        found = plan_packed(self._packing, replace_of(context, may_preempt=begins))
         if not found.unsettled:
             self._packing = None
         return found.draft if found.draft.changes or self._packing is not None else None
@@ -133,7 +144,7 @@ class OrderStage(PlanStage):
             if job.gpus <= free:
                 found.append(job)
                 free -= job.gpus
-        return started(found, replace(context, excluded=NONE_EXCLUDED)) if found else None
+        return started(found, replace_of(context, excluded=NONE_EXCLUDED)) if found else None
 
     def settle(self, outcome: PlanOutcome) -> None:
         if self.resizing is not None:
@@ -148,7 +159,7 @@ def plan_by(context: PlanContext) -> PlanDraft:
     """Return the changes to propose now, with the pass that the policy needs."""
     policy = context.policy
     if context.may_preempt and context.order.preempts and context.jobs.quotas is not None:
-        context = replace(context, excluded=within_quotas(context))
+        context = replace_of(context, excluded=within_quotas(context))
     starter, tune = policy.starter, policy.stage(Tune)
     if isinstance(starter, ResizeByOptimus):
         # Its models need SciPy, which other policies do not load.

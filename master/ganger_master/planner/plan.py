@@ -210,10 +210,21 @@ def plan(context: PlanContext) -> PlanDraft:
         found = started(few, context)
         if found is not None:
             return found
-    queue = queue_of(context, as_one=bool(context.terms.co_located))
-    if queue.is_unchanged:
+    queue, choice = _ranked(context)
+    if choice is None:
         return PlanDraft(next_change_s=queue.changes_at, line=queue.line)
-    return carried_out(choose(queue), context)
+    return carried_out(choice, context)
+
+
+def _ranked(context: PlanContext) -> tuple[RankedQueue, ChosenJobs | None]:
+    """Return the queue and the jobs that should run; None: exactly those that run. A plan may ask more than once."""
+    excluded, as_one = context.excluded, bool(context.terms.co_located)
+    key = context.capacity, frozenset(excluded.not_started), frozenset(excluded.not_stopped), as_one
+    found: tuple[RankedQueue, ChosenJobs | None] | None = context.ranked.get(key)
+    if found is None:
+        queue = queue_of(context, as_one)
+        found = context.ranked[key] = queue, None if queue.is_unchanged else choose(queue)
+    return found
 
 
 def started(jobs: Sequence[JobRecord], context: PlanContext) -> PlanDraft | None:

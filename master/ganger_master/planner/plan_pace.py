@@ -5,11 +5,12 @@ must not provoke again.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
 from math import floor, inf
 from typing import Final, assert_never
 
 from ganger.cluster.refusals import Reason, Refusal, RefusalKind
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.plan_changes import (
@@ -47,8 +48,7 @@ def is_stop(change: PlanChange, resizes: bool) -> bool:
             assert_never(change)
 
 
-@dataclass(frozen=True, slots=True)
-class AnsweredPlan:
+class AnsweredPlan(Struct, frozen=True, gc=False):
     """What the pace reads of a plan that the master has answered.
 
     preempts: it preempted a job; is_refused: one of its changes was refused; waits: pending jobs do not start in it.
@@ -65,8 +65,7 @@ class AnsweredPlan:
     judged_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class PlanPace:
+class PlanPace(Struct, frozen=True, gc=False):
     """Times in Unix seconds. `every_s`: minimum time between two plans that preempt running jobs."""
 
     every_s: float
@@ -128,8 +127,7 @@ class PlanPace:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class EventPace(PlanPace):
+class EventPace(PlanPace, frozen=True, gc=False):
     """Plan on events only, each of which may preempt; without one when a stage has postponed work."""
 
     def may_stop(self, now: float, is_news: bool = True) -> bool:
@@ -150,8 +148,7 @@ def rounds_until(time: float, since_s: float, step_s: float) -> float:
     return nearest if abs(rounds - nearest) * step_s < INSTANT_S else rounds
 
 
-@dataclass(frozen=True, slots=True)
-class RoundPace(EventPace):
+class RoundPace(EventPace, frozen=True, gc=False):
     """Preempt only at the beginning of a round of `step_s` seconds; the first one began at `since_s`. Jobs start until
     `settles_s` later, once preempted ones have returned their devices."""
 
@@ -198,8 +195,7 @@ class RoundPace(EventPace):
 NOTED_S: Final = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class ExcludedJobs:
+class ExcludedJobs(Struct, frozen=True, gc=False):
     """Jobs by number: not to be started, not to be preempted. `unplaced`: jobs for which the last plan that might
     preempt found no place."""
 
@@ -261,6 +257,8 @@ class RefusalBackoff:
 
     def at(self, now: float) -> ExcludedJobs:
         """Return the exclusions at `now`, and drop expired notes."""
+        if not (self.has_notes or self._nodes or self._unplaced):
+            return NONE_EXCLUDED
         for ends in self._notes:
             for number in [number for number, end in ends.items() if end <= now]:
                 del ends[number]

@@ -18,6 +18,7 @@ from ganger.cluster.resources import Claim
 from ganger.cluster.search import PlacementRequest
 from ganger.cluster.view import View
 from ganger.job_state import JobState
+from msgspec.structs import replace as replace_of
 
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.job_model import JobRecord, SuspendLevel
@@ -181,7 +182,7 @@ def plan_shared(
     table, now, room, settings = context.jobs, context.now, context.room, context.settings
     if table.quotas is not None and table.quotas.are_contested:
         excluded = context.excluded.resting(table.quotas.beyond(table.waiting_jobs(len(table))))
-        context = replace(context, excluded=excluded)
+        context = replace_of(context, excluded=excluded)
     look_s = settings.look_s or min(QUANTUM_S, settings.pace.every_s)
     is_due = now >= remembered.looked_s + look_s
     looked_s, colocations, fairness = (

@@ -20,6 +20,7 @@ from ganger.cluster.resources import accepts_type
 from ganger.cluster.search import PlacementRequest
 from ganger.cluster.topology import Topology
 from ganger.cluster.view import View
+from msgspec.structs import replace as replace_of
 
 from ganger_master.core.gang_model import Gang, GangIntent
 from ganger_master.core.job_model import JobRecord, SuspendLevel
@@ -81,6 +82,8 @@ class ColocationStage(PlanStage):
         return context.now < self.packing.next_pass_s(context.jobs, context.settings.pace.every_s)
 
     def settle(self, outcome: PlanOutcome) -> None:
+        if not outcome.refusals:
+            return
         colocations = with_refusals(self._before.colocations, self.packing.colocations, outcome.refused, outcome.barred)
         self.packing = replace(self.packing, colocations=colocations)
 
@@ -234,7 +237,8 @@ class NewcomerStage(PlanStage):
             return
         if not context.draft.changes and not context.is_giving:
             changes = _leaving(context, quantum_s) or self._joining(context, quantum_s)
-            context.draft = replace(context.draft, changes=tuple(changes))
+            if changes:
+                context.draft = replace(context.draft, changes=tuple(changes))
         self._again_s = max(self._due_s(context.jobs, quantum_s), context.now + quantum_s / _SEARCHES)
         context.come_back(self._again_s)
 
@@ -253,7 +257,7 @@ class NewcomerStage(PlanStage):
         new = [job.number for job, gang in running if now < gang.create_time + quantum_s]
         apart = frozenset([*context.excluded.not_stopped, *context.on_trial, *context.migrating, *new])
         # The matrix of a group names all of its jobs, also those that take no newcomer.
-        excluded = replace(context.excluded, not_stopped=apart)
+        excluded = replace_of(context.excluded, not_stopped=apart)
         # Free devices stay with the order, which may reserve them for a larger gang.
         joining = SliceMatrices(
             view, running, excluded, least_memory(view), Counter(), most_rows=_MOST_SLICES, takes_free=False

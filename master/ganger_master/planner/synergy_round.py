@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -72,7 +71,7 @@ def packing_of(tuning: Tuning, context: PlanContext) -> Packing | None:
     found = _packed(tuning, context)
     # Each pass leaves out at least one more pending job, so there are at most as many passes as jobs.
     while isinstance(found, frozenset):
-        context = replace(context, excluded=context.excluded.resting(found))
+        context = structs.replace(context, excluded=context.excluded.resting(found))
         found = _packed(tuning, context)
     return found
 

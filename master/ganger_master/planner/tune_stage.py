@@ -67,7 +67,7 @@ def plan_tuned(tuning: Tuning, context: PlanContext) -> PlanDraft:
         terms.co_located_now,
         terms.preferred,
     )
-    found = plan(replace(context, terms=shares))
+    found = plan(structs.replace(context, terms=shares))
     lending.undo()
     stops = [change for change in found.changes if not isinstance(change, StartChange)]
     if not (context.is_news or found.changes):
