@@ -37,6 +37,7 @@ _NO_NODES: Final = frozenset[str]()
 _ALL_NODES: Final[NodeAdmission] = ("", _NO_NODES)
 _FIRST_ROOM = 64
 _NEVER: Final = math.inf
+_NO_ROWS: Final = np.zeros(0, np.int64)
 # In place of the code of its node: a gang on several nodes, and no gang that is to run.
 _SEVERAL, _NO_NODE = -1, 0
 
@@ -61,8 +62,9 @@ class LiveTable:
         # Row 4: the code of the node where the gang of a running job is.
         self._integers = np.zeros((5, _FIRST_ROOM), np.int64)
         self._node_codes: dict[str, int] = {}
-        # Rows of running jobs with a measured pause of a move.
+        # Rows of running jobs with a measured pause of a move, and of jobs that a plan may have parked.
         self._moved: set[int] = set()
+        self._parked: set[int] = set()
         # Rows 5 to 9: run time, running since, pending since, first start, wait before the present run; infinity for
         # a time that has not come.
         self._numbers = np.zeros((10, _FIRST_ROOM))
@@ -147,6 +149,10 @@ class LiveTable:
             self._going.add(row)
         else:
             self._going.discard(row)
+        if gang is not None and is_parked and job.state is _HOLDING and not job.next_epoch:
+            self._parked.add(row)
+        else:
+            self._parked.discard(row)
         if holds and gang is not None and shares_devices(gang):
             if row not in self._sharing or held_before is None or held_before.claims != gang.claims:
                 self._share(row)
@@ -306,6 +312,13 @@ class LiveTable:
         """Return the jobs that hold a gang which is to run, by number."""
         return self._by_number(np.flatnonzero(self._flags[1]))
 
+    def each_running(self) -> Iterator[tuple[JobRecord, Gang]]:
+        """Yield the same jobs in any order."""
+        for row in np.flatnonzero(self._flags[1]).tolist():
+            job, gang = self.jobs[row], self.gangs[row]
+            if job is not None and gang is not None:
+                yield job, gang
+
     @property
     def apart(self) -> list[tuple[JobRecord, Gang]]:
         """Return those of `running` with a gang on several nodes."""
@@ -354,12 +367,10 @@ class LiveTable:
     @property
     def parked(self) -> list[tuple[JobRecord, Gang]]:
         """Return the jobs that a plan has parked, by number."""
-        rows = np.flatnonzero(self._live & ~self._flags[1:].any(0))
-        return [
-            (job, gang)
-            for job, gang in self._by_number(rows)
-            if job.state is _HOLDING and gang.intent is _PARK and gang.phase is _PARKED and not job.next_epoch
-        ]
+        if not self._parked:
+            return []
+        rows = np.array(list(self._parked), np.int64)
+        return self._by_number(rows[self._live[rows] & ~self._flags[1:, rows].any(0)])
 
     @property
     def offloaded(self) -> list[tuple[JobRecord, Gang]]:
@@ -371,7 +382,7 @@ class LiveTable:
         """Return the highest priority of the jobs that could start; None if there are none."""
         if not self._waiting:
             return None
-        return int(self._integers[2, self._flags[2]].max())
+        return -self._queue[0][0]
 
     @property
     def least_urgent_running(self) -> int | None:
@@ -412,6 +423,8 @@ class LiveTable:
     @property
     def newcomers(self) -> tuple[Integers, Floats]:
         """Return the rows of startable jobs that have never run, and since when each is pending, in Unix seconds."""
+        if not self._waiting:
+            return _NO_ROWS, self._numbers[7, _NO_ROWS]
         rows = np.flatnonzero(self._flags[2] & (self._numbers[8] == _NEVER))
         return rows, self._numbers[7, rows]
 
@@ -508,6 +521,7 @@ class LiveTable:
         self._integers[4, row] = _NO_NODE
         self._moved.discard(row)
         self._going.discard(row)
+        self._parked.discard(row)
         if row in self._sharing:
             self._share(row, False)
         if self.quotas is not None and job is not None:

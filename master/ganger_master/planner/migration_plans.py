@@ -111,6 +111,8 @@ def carry_on(plans: Iterable[MigrationPlan], table: LiveTable, trying: Trial, no
     """Return the next changes of all plans. Places that they use or need are taken in `trying`, as far as free."""
     done = CarriedPlans()
     plans = list(plans)
+    if not plans:
+        return done
     # Masks by node of the devices that jobs leave.
     leaving: Counter[str] = Counter()
     for claim in [claim for plan in plans for step in plan.steps for claim in step.source]:
@@ -343,19 +345,23 @@ class MigrationContext:
         self, pairs: Iterable[tuple[JobRecord, Gang]], *, packed: bool = False
     ) -> dict[int, tuple[JobRecord, Gang, Movable]]:
         """Return those of `pairs` that can be moved, by number. Co-located gangs only if `packed`."""
-        view, costs, rates = self.room.view, self.costs, self.rates
+        view, rates = self.room.view, self.rates
         found = {}
         for job, gang in pairs:
             if goes_alone(job, gang) or (packed and _can_move(job, gang)):
                 kind = rates.signature(job.number)
-                one = movable(view, job.number, job.shape, gang.held, costs.pause_s(job, gang), kind)
+                one = movable(view, job.number, job.shape, gang.held, self.costs.pause_s(job, gang), kind)
                 found[job.number] = job, gang, one
         return found
 
-    @cached_property
-    def movable_gpus(self) -> int:
-        """The number of devices of `gangs`, counted without building them."""
-        return sum([job.gpus for job, gang in self.running if goes_alone(job, gang)])
+    def movable_gpus(self, enough: int) -> int:
+        """Return the number of devices of `gangs`, counted without building them, and no further than `enough`."""
+        count = 0
+        for job, gang in self.table.each_running():
+            if count >= enough:
+                break
+            count += job.gpus if goes_alone(job, gang) else 0
+        return count
 
     @property
     def busy(self) -> frozenset[int]:

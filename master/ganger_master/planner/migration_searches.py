@@ -272,9 +272,8 @@ class OpportunisticMigration:
             # The next search considers what has happened since.
             self.closer_again_s = next_s if apart else self.closer_again_s
             return
-        apart = [pair for pair in apart if goes_alone(*pair)]
         self.closer_again_s = math.inf
-        if not apart:
+        if not any(goes_alone(*pair) for pair in apart):
             return
         self.closer_s = migration.now
         # Most gangs have no closer place: to count is quicker than to search. Only measured kinds are exchanged.
@@ -361,7 +360,7 @@ class OpportunisticMigration:
         """Move gangs off nodes of which few devices are in use."""
         migration = self._migration
         nodes = fragmented_nodes(migration.room.view)
-        pairs = [(job, gang) for job, gang in migration.table.within(nodes) if job.spec.movable]
+        pairs = [(job, gang) for job, gang in migration.table.within(nodes) if job.spec.movable] if nodes else []
         if pairs and self._left > 0:
             gangs = [one for _, _, one in migration.movable(pairs).values()]
             self._propose(defragmented(self._terms, gangs, self._left))
@@ -369,12 +368,13 @@ class OpportunisticMigration:
     @property
     def _left(self) -> int:
         migration = self._migration
+        begun = sum([len(plan.steps) for plan in migration.plans if plan.began_s == migration.now])
+        counted = len(self._moved_at) + begun
         if migration.context.cluster.moves_per_hour is None:
-            most = float(max(_LEAST_AN_HOUR, migration.movable_gpus))
+            most = float(max(_LEAST_AN_HOUR, migration.movable_gpus(MOST_AT_ONCE + counted)))
         else:
             most = migration.context.cluster.moves_per_hour * len(migration.room.view)
-        begun = sum(len(plan.steps) for plan in migration.plans if plan.began_s == migration.now)
-        return min(MOST_AT_ONCE, int(most - len(self._moved_at) - begun))
+        return min(MOST_AT_ONCE, int(most - counted))
 
     def _propose(self, proposals: Sequence[MigrationProposal]) -> float:
         """Begin the migrations that may begin. If none may now, return when the first one may without any event."""

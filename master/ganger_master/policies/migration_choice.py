@@ -118,6 +118,7 @@ class FreeDeviceCounts:
         columns, size = view.columns(), len(view.nodes)
         free = np.bitwise_count(columns.free[:size]).astype(np.int64)
         self._most = int(free.max(initial=0))
+        self._largest = max([made.devices for made in view.sets.values()], default=0)
         # Nodes of no rack are under the first code, and are not close to each other.
         self._groups = [
             (level, codes[:size], sums, int(sums[1:].max()))
@@ -132,6 +133,8 @@ class FreeDeviceCounts:
         gpus = sum([claim.device_mask.bit_count() for claim in claims])
         if self._most >= gpus:
             return LocalityLevel.NVLINK
+        if gpus > self._largest and not self._groups:
+            return LocalityLevel.CLUSTER
         own = [(slots[claim.node], claim.device_mask.bit_count()) for claim in claims]
         if max([free[slot].bit_count() + count for slot, count in own]) >= gpus:
             return LocalityLevel.NVLINK
@@ -145,8 +148,8 @@ class FreeDeviceCounts:
 
     def has_closer(self, claims: Claims) -> bool:
         """Return whether a gang with these claims could have room closer together than it is."""
-        present = gang_level(self._view, claims)
-        return present > LocalityLevel.NVLINK and self.closest(claims) < present
+        closest = self.closest(claims)
+        return closest < LocalityLevel.CLUSTER and closest < gang_level(self._view, claims)
 
 
 def is_worth_reverting(gain: float, remaining_s: float, pause_s: float) -> bool:
@@ -174,7 +177,9 @@ def judge_migration(goal: Goal, rates: TrialRates) -> Judged:
 
 def closer(terms: MigrationTerms, gangs: Iterable[GangDistance]) -> list[MigrationProposal]:
     """Return migrations of gangs to closer free places, the largest saving first."""
-    found, room = [], terms.room
+    gangs, found, room = list(gangs), [], terms.room
+    if not gangs:
+        return []
     trying = Trial(room)
     free = FreeDeviceCounts(room.view)
     worth = [
