@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum, Flag, auto
+from functools import lru_cache
 from typing import Final
 
 from msgspec import Struct, field
@@ -197,9 +198,8 @@ _WORDS: Final[Mapping[str, str]] = {
 def figures_in_words(figures: Mapping[str, int]) -> str:
     """Return figures as a person reads them, what is needed first: "8 needed, 4 free", "1.5G needed", "0.5 cores
     free"."""
-    order = {name: at for at, name in enumerate(_WORDS)}
     found = []
-    for name in sorted(figures, key=lambda one: (order.get(_without_unit(one), len(order)), one)):
+    for name in sorted(figures, key=_rank):
         base = _without_unit(name)
         # Where all that is free is together, one figure tells both.
         is_told = base == "largest_free" and figures.get(name.removeprefix("largest_")) == figures[name]
@@ -210,8 +210,15 @@ def figures_in_words(figures: Mapping[str, int]) -> str:
 
 
 _UNITS: Final = ("_bytes", "_mb_per_s", "_millicores")
+_ORDER: Final = {name: at for at, name in enumerate(_WORDS)}
 
 
+@lru_cache(1 << 8)
+def _rank(name: str) -> tuple[int, str]:
+    return _ORDER.get(_without_unit(name), len(_ORDER)), name
+
+
+@lru_cache(1 << 8)
 def _without_unit(name: str) -> str:
     return next((name.removesuffix(unit) for unit in _UNITS if name.endswith(unit)), name)
 
