@@ -37,7 +37,7 @@ _NO_NODES: Final = frozenset[str]()
 _ALL_NODES: Final[NodeAdmission] = ("", _NO_NODES)
 _FIRST_ROOM = 64
 _NEVER: Final = math.inf
-_NO_ROWS: Final = np.zeros(0, np.int64)
+_NO_NEWCOMERS: Final[tuple[Integers, Floats]] = np.zeros(0, np.int64), np.zeros(0)
 # In place of the code of its node: a gang on several nodes, and no gang that is to run.
 _SEVERAL, _NO_NODE = -1, 0
 
@@ -424,7 +424,7 @@ class LiveTable:
     def newcomers(self) -> tuple[Integers, Floats]:
         """Return the rows of startable jobs that have never run, and since when each is pending, in Unix seconds."""
         if not self._waiting:
-            return _NO_ROWS, self._numbers[7, _NO_ROWS]
+            return _NO_NEWCOMERS
         rows = np.flatnonzero(self._flags[2] & (self._numbers[8] == _NEVER))
         return rows, self._numbers[7, rows]
 

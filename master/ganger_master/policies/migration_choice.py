@@ -424,11 +424,12 @@ def _free(view: View, name: str) -> int:
 
 def fragmented_nodes(view: View) -> frozenset[str]:
     """Return the nodes that are in use, with at least `_FRAGMENTED` of their devices free."""
-    columns, size = view.columns(), len(view.nodes)
-    devices = np.array([configuration_set.devices for configuration_set in view.sets.values()], np.int64)
-    free, all_of = np.bitwise_count(columns.free[:size]), devices[columns.sets[:size]]
-    is_fragmented = (free >= _FRAGMENTED * all_of) & (free < all_of)
-    return frozenset([view.nodes[slot] for slot in np.flatnonzero(is_fragmented).tolist()])
+    devices = [made.devices for made in view.sets.values()]
+    free = np.bitwise_count(view.columns().free[: len(view.nodes)])
+    # By the smallest and the largest node: few are left to look at.
+    slots = ((free >= _FRAGMENTED * min(devices, default=0)) & (free < max(devices, default=0))).nonzero()[0]
+    names = [view.nodes[slot] for slot in slots.tolist()]
+    return frozenset([name for name in names if name and _is_fragmented(view, name)])
 
 
 def _is_fragmented(view: View, name: str) -> bool:
