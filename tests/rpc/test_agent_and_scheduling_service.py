@@ -104,6 +104,27 @@ def test_a_poll_sent_after_another_master_took_the_store_over_extends_no_lease(t
     asyncio.run(story())
 
 
+def test_a_daemon_hears_which_checkpoints_on_its_disk_may_go(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with serving(tmp_path, checkpoints_kept_s=0.0) as served:
+            node = Speaker(served, "n1")
+            await node.join()
+            ended, waiting = await served.submit(), await served.submit()
+            await served.jobs.CancelJob(job_service_pb2.CancelJobRequest(name=ended.name))
+            uids = (ended.uid, waiting.uid, "of-no-job")
+            answer = await served.agents.Reconcile(
+                agent_pb2.ReconcileRequest(
+                    session=node.session,
+                    observation=node.observation,
+                    desired_version=node.desired_version,
+                    kept_checkpoints=[agent_pb2.KeptCheckpoint(job_uid=uid, path="checkpoints/5-1") for uid in uids],
+                )
+            )
+            assert [(one.job_uid, one.path) for one in answer.removable_checkpoints] == [(ended.uid, "checkpoints/5-1")]
+
+    asyncio.run(story())
+
+
 def test_second_claim_on_the_same_devices_is_rejected_with_fresh_rows(tmp_path: Path) -> None:
     async def story() -> None:
         async with serving(tmp_path) as served:

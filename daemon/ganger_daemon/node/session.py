@@ -313,7 +313,10 @@ class Session:
                 # Listed first: what is published after that is in the report, and the master may not name it removable.
                 kept_here = await self._kept_checkpoints()
                 request = self._request(conversation)
-                request.kept_checkpoints.extend(kept_here)
+                if kept_here:
+                    request.kept_checkpoints.extend(kept_here)
+                    # Answered at once: a held call is cancelled by the next change on this node.
+                    request.max_wait.CopyFrom(duration(0.0))
                 try:
                     for part in _first_parts(request):
                         await stub.Reconcile(part, timeout=_PART_S)
@@ -324,6 +327,7 @@ class Session:
                         raise SupersededError from error
                     raise
                 if answer is None:
+                    self._kept_due = 0.0 if kept_here else self._kept_due
                     continue  # News came first
                 self._wait = _FIRST_RETRY_S
                 self._tried.clear()

@@ -406,7 +406,7 @@ class ReconcileRequest(google.protobuf.message.Message):
 
     @property
     def kept_checkpoints(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___KeptCheckpoint]:
-        """With `changed`: checkpoints on this node's own disk, at most 1,000."""
+        """From time to time: checkpoints on this node's own disk, at most 1,000."""
 
     def __init__(
         self,
