@@ -302,7 +302,7 @@ class SimDaemon:
         checkpoint = None
         if ranks.checkpoint is not None:
             step, path = ranks.checkpoint
-            checkpoint = Checkpoint(step, gang.epoch, path)
+            checkpoint = Checkpoint(step, gang.epoch, path, nodes=(self.name,) if ranks.order.on_nodes else ())
         attached = ranks.doing not in (Doing.WAITING, Doing.FORKING)
         measures = self.measures and ranks.level is SuspendLevel.OFFLOAD
         residue = self.physics.residue_of(gang.uid) if measures else 0

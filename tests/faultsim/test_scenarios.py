@@ -124,9 +124,17 @@ class _Story:
         yield from ()
 
     def _node(
-        self, name: str, topology: str, type: str = "virtual", user: str = "", image: str = "", **bandwidth: str
+        self,
+        name: str,
+        topology: str,
+        type: str = "virtual",
+        user: str = "",
+        image: str = "",
+        keeps: str = "",
+        **bandwidth: str,
     ) -> Iterator[str]:
-        """`image`: what takes process images there, and then its jobs are saved by them."""
+        """`image`: what takes process images there, and then its jobs are saved by them. `keeps`: it sees no storage,
+        and keeps checkpoints on its own disk."""
         made = parse_topology(
             topology,
             name=f"{type}-{topology}",
@@ -139,7 +147,9 @@ class _Story:
         made = replace(made, name="-".join([made.name, *bandwidth.values()]), dimensions=declared)
         capabilities = {"switch_user": "no", "user": user} if user else {}
         capabilities |= {"image": image.replace("_", " ")} if image else {}
+        capabilities |= {"disk_checkpoints": "yes"} if keeps else {}
         daemon = self.cluster.add_node(name, made, capabilities)
+        daemon.storage_proved = not keeps
         if image and not image.startswith("none"):
             daemon.offers = replace(daemon.offers, mechanism=Mechanism.IMAGE)
         self.cluster.run_for(5.0)
