@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -13,7 +15,9 @@ from pathlib import Path
 import pytest
 from daemon.test_checkpoints import write_shards
 from ganger.injob.launcher.process_record import publish
+from ganger.injob.page_layout import CHECKPOINT_BIT
 from ganger_daemon.checkpoints import node_checkpoints
+from ganger_daemon.checkpoints.gang_checkpoints import GangCheckpoints, OnNode
 from ganger_daemon.checkpoints.node_checkpoints import (
     CheckpointFile,
     Fetcher,
@@ -21,8 +25,9 @@ from ganger_daemon.checkpoints.node_checkpoints import (
     KeptCheckpoint,
     kept,
     remove,
+    sweep,
 )
-from ganger_daemon.checkpoints.storage import MANIFEST, ShardCollection, directories, manifest
+from ganger_daemon.checkpoints.storage import MANIFEST, Shard, ShardCollection, ShardReport, directories, manifest
 from ganger_daemon.transfer.state_stream import StreamError, StreamRequest
 from ganger_daemon.transfer.stream_server import StreamServer
 
@@ -137,6 +142,92 @@ def test_a_link_in_the_place_of_a_step_is_not_followed(source: Path, tmp_path: P
     path.symlink_to(moved)
     with pytest.raises(StreamError, match="not here"):
         CheckpointFile(source, StreamRequest("t", UID, 0, 0, 0, 0, f"{PATH}/rank-0.shard"))
+
+
+async def _yes(report: ShardReport) -> bool:
+    return True
+
+
+def _unused(tmp: Path, final: Path, fields: dict[str, object]) -> None:
+    raise AssertionError("only the leader publishes")
+
+
+def _publish(tmp: Path, final: Path, fields: dict[str, object]) -> None:
+    publish(str(tmp), str(final), fields)
+
+
+def _collect(tmp: Path, shards: Collection[Shard]) -> None:
+    """All shards are of the leader's own ranks."""
+
+
+async def _copied(path: str) -> tuple[tuple[str, ...], str]:
+    return ("n3",), ""
+
+
+def test_a_restarted_daemon_of_a_member_reports_its_shard_again(tmp_path: Path) -> None:
+    directory, on_node = tmp_path / UID / "checkpoints", OnNode("n2", _collect, _copied)
+
+    async def story() -> None:
+        def keeper() -> GangCheckpoints:
+            return GangCheckpoints(UID, 1, 2, False, _unused, _yes, lambda: None, on_node=on_node)
+
+        write_shards(directory, 9, 1, 2)
+        for member in (keeper(), keeper()):
+            await member.durable(tmp_path, 5, 9, (1,))
+            assert (member.is_settled(5), member.refusal(5)) == (True, "")
+        write_shards(directory, 12, 1, 2)
+        await keeper().durable(tmp_path, 6, 12, (1,))
+
+    asyncio.run(story())
+    # That of the checkpoint before has gone.
+    assert [path.name for path in directory.iterdir()] == ["12-1.tmp"]
+
+
+@pytest.mark.parametrize(("agreement", "waits"), [(5, True), (CHECKPOINT_BIT | 5, False)])
+def test_only_ranks_that_are_to_end_wait_for_the_copy(tmp_path: Path, agreement: int, waits: bool) -> None:
+    async def story() -> None:
+        is_begun, may_end = asyncio.Event(), asyncio.Event()
+        changes: asyncio.Queue[None] = asyncio.Queue()
+
+        async def copy(path: str) -> tuple[tuple[str, ...], str]:
+            is_begun.set()
+            await may_end.wait()
+            return await _copied(path)
+
+        on_node = OnNode("n1", _collect, copy)
+        keeper = GangCheckpoints(UID, 1, 1, True, _publish, _yes, lambda: changes.put_nowait(None), on_node=on_node)
+        shards = write_shards(tmp_path / UID / "checkpoints", 9, 1, 1)
+        gathering = asyncio.ensure_future(keeper.gather(tmp_path, agreement, 9, shards))
+        await is_begun.wait()
+        assert keeper.published is not None
+        done, _ = await asyncio.wait([gathering], timeout=0.05 if waits else None)
+        assert (bool(done), keeper.is_settled(agreement)) == (not waits, not waits)
+        assert keeper.published.nodes == ("n1",)
+        may_end.set()
+        await gathering
+        while keeper.published.nodes != ("n1", "n3"):
+            await changes.get()
+        assert keeper.is_settled(agreement)
+
+    asyncio.run(story())
+
+
+def test_what_gangs_that_are_gone_have_left_is_swept(fetcher: Fetcher) -> None:
+    disk, other = fetcher.directory, UID.replace("1", "2")
+    left, fresh = (disk / UID / "checkpoints" / name for name in ("8-2.tmp", "9-2.tmp"))
+    published(disk)
+    for path in (left, fresh):
+        path.mkdir()
+        (path / "rank-1.shard").write_bytes(b"x")
+    empty = disk / other / "checkpoints"
+    empty.mkdir(parents=True)
+    for path in (left, empty, disk / other):
+        os.utime(path, (1.0, 1.0))
+    sweep(disk, {UID})
+    assert left.exists()
+    sweep(disk, ())
+    assert sorted(path.name for path in (disk / UID / "checkpoints").iterdir()) == ["7-2", "9-2.tmp"]
+    assert not (disk / other).exists()
 
 
 def test_what_is_removed_is_named_and_the_rest_stays(fetcher: Fetcher) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ganger.failpoints import hit
+from ganger.injob.page_layout import CHECKPOINT_BIT
 from ganger.injob.state_image import ImageError
 from ganger.text import os_failure
 
@@ -100,6 +101,7 @@ class GangCheckpoints:
         self.wanted = wanted
         self._run = run
         self._on_node = on_node
+        self._copying: asyncio.Future[None] | None = None
         self._collections: dict[int, ShardCollection] = {}
         self._described: dict[tuple[int, int], Shard] = {}  # By (agreement, rank)
         self._refused: dict[int, str] = {}
@@ -203,8 +205,8 @@ class GangCheckpoints:
                 return
             if not self._leads:
                 if await self._report_shards(agreement, step, shards) and self._on_node is not None:
-                    # The leader has them all.
-                    await self._run(remove_tree, tmp)
+                    # The leader has them all. These stay until the next: a restarted daemon reports them again.
+                    await self._run(_remove_before, tmp)
                 return
         await self.gather(storage, agreement, step, shards, place)
 
@@ -245,11 +247,20 @@ class GangCheckpoints:
                 return
             self.trouble = ""
             if self._on_node is not None and self.published is not None:
-                # Before its ranks may end: then the copy is there when its node is lost.
-                copies, self.trouble = await self._on_node.copy(self.published.path)
-                self.published = replace(self.published, nodes=(self._on_node.node, *copies))
+                self._copying = asyncio.ensure_future(self._copy(self._on_node, self.published))
+                if not agreement & CHECKPOINT_BIT:
+                    # Before its ranks may end: then the copy is there when its node is lost.
+                    await self._copying
             self.handed[agreement] = step
         self._changed()
+
+    async def _copy(self, on_node: OnNode, published: FoundCheckpoint) -> None:
+        """Have a published checkpoint copied, and note which nodes have it."""
+        copies, trouble = await on_node.copy(published.path)
+        if self.published is not None and self.published.path == published.path:
+            self.trouble = trouble
+            self.published = replace(self.published, nodes=(on_node.node, *copies))
+            self._changed()
 
     def _found(self, storage: Path, name: CheckpointName, place: str) -> FoundCheckpoint:
         found = found_checkpoint(storage, self._job_uid, name, place)
@@ -302,6 +313,15 @@ class GangCheckpoints:
         self.handed[agreement] = step
         self._changed()
         return True
+
+
+def _remove_before(unfinished: Path) -> None:
+    """Remove the unfinished checkpoints of the same attempt with earlier steps. Blocks."""
+    newest = parse_unfinished(unfinished.name)
+    assert newest is not None, "the directory of an unfinished checkpoint"
+    for name, other in _unfinished(unfinished.parent):
+        if other.epoch == newest.epoch and other.step < newest.step:
+            remove_tree(unfinished.with_name(name))
 
 
 def _describe_either(unfinished: Path, published: Path) -> Shard:

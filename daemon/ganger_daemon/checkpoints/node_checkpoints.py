@@ -13,6 +13,7 @@ import shutil
 import stat
 import tempfile
 import threading
+import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from ganger.text import os_failure
 from ganger.wire.endpoints import EndpointError
 
 from ganger_daemon.checkpoints.storage import (
+    IMAGES,
     LASTING,
     MANIFEST,
     PLACES,
@@ -61,6 +63,8 @@ _OPEN: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _PIECE_BYTES: Final = 1 << 20
 _MANIFEST_MOST_BYTES: Final = 16 << 20
 _ATTEMPTS: Final = 4
+# Unfinished checkpoints of a gang that is gone are removed so long after their last change.
+_SWEPT_AFTER_S: Final = 600.0
 # What a node reports at most; of further ones nothing is removed.
 KEPT_MOST: Final = 1_000
 
@@ -192,6 +196,8 @@ class Fetcher:
         raise FetchError("; ".join(reasons) or "no node that has it is there", is_lasting)
 
     def _whole(self, stream: str, job_uid: str, path: str, account: Account | None) -> Manifest:
+        # Process images are this process's, whose rights a restore has.
+        owner = None if path.startswith(f"{IMAGES}/") else account
         (self.directory / INCOMING).mkdir(mode=0o700, exist_ok=True)
         incoming = Path(tempfile.mkdtemp(prefix=f"{job_uid}-", dir=self.directory / INCOMING))
         # By its final name it is verified: epoch and step are part of it.
@@ -199,16 +205,16 @@ class Fetcher:
         try:
             staged.mkdir(mode=0o700)
             with _opened(staged, "") as parent:
-                self._file(stream, job_uid, f"{path}/{MANIFEST}", parent, MANIFEST, _MANIFEST_MOST_BYTES, account)
+                self._file(stream, job_uid, f"{path}/{MANIFEST}", parent, MANIFEST, _MANIFEST_MOST_BYTES, owner)
                 manifest = read_manifest(staged)
                 if missing := room_missing(self.directory, manifest.size_bytes):
                     raise OSError(errno.ENOSPC, f"{missing} bytes are missing on this node", str(self.directory))
                 for name, entry in sorted(manifest.files.items()):
                     if not _FILE.fullmatch(name):
                         raise ValueError(f"{MANIFEST} names {name[:40]!r}, which is no shard")
-                    self._file(stream, job_uid, f"{path}/{name}", parent, name, entry.bytes, account)
-                if account is not None:
-                    os.fchown(parent, account.uid, account.gid)
+                    self._file(stream, job_uid, f"{path}/{name}", parent, name, entry.bytes, owner)
+                if owner is not None:
+                    os.fchown(parent, owner.uid, owner.gid)
             found = verify(staged)
             if isinstance(found, Unreadable):
                 raise ValueError(f"it is damaged: {found.why}") if found.is_lasting else OSError(found.why)
@@ -287,6 +293,26 @@ def kept(directory: Path) -> tuple[KeptCheckpoint, ...]:
                 with suppress(OSError):
                     found += [KeptCheckpoint(job.name, f"{place}/{name}") for name in complete(job / place)]
     return tuple(found[:KEPT_MOST])
+
+
+def sweep(directory: Path, live: Collection[str]) -> None:
+    """Remove what gangs that are gone have left: unfinished checkpoints, and directories of jobs without any. Blocks.
+    `live`: as of `remove`."""
+    latest = time.time() - _SWEPT_AFTER_S
+    with suppress(OSError):
+        for job in directory.iterdir():
+            if job.name in live or not _UID.fullmatch(job.name) or job.is_symlink():
+                continue
+            for place in PLACES:
+                with suppress(OSError), _opened(directory, f"{job.name}/{place}") as parent:
+                    for name in os.listdir(parent):
+                        is_old = os.stat(name, dir_fd=parent, follow_symlinks=False).st_mtime < latest
+                        if is_old and name.endswith(".tmp"):
+                            shutil.rmtree(name, dir_fd=parent)
+            with suppress(OSError):
+                is_used = any((job / place).is_dir() and os.listdir(job / place) for place in PLACES)
+                if not is_used and job.stat().st_mtime < latest:
+                    remove_tree(job)
 
 
 def remove(directory: Path, removable: Collection[KeptCheckpoint], live: Collection[str]) -> None:

@@ -33,7 +33,7 @@ from ganger.wire.times import duration, seconds, timestamp
 from ganger.wire.tls import trouble_with, version_of
 from google.protobuf import json_format
 
-from ganger_daemon.checkpoints.node_checkpoints import KeptCheckpoint, kept, remove
+from ganger_daemon.checkpoints.node_checkpoints import KeptCheckpoint, kept, remove, sweep
 from ganger_daemon.gang.observation import add_metrics
 from ganger_daemon.node.daemon_files import read_json, write_hint
 from ganger_daemon.node.gang_set import GangSet
@@ -373,6 +373,7 @@ class Session:
         if time.monotonic() < self._kept_due:
             return []
         self._kept_due = time.monotonic() + _KEPT_EVERY_S
+        await asyncio.to_thread(sweep, self._host.paths.checkpoints, self._gangs.job_uids)
         found = await asyncio.to_thread(kept, self._host.paths.checkpoints)
         return [agent_pb2.KeptCheckpoint(job_uid=one.job_uid, path=one.path) for one in found]
 
