@@ -89,6 +89,24 @@ def own_group(root: Path) -> Path | None:
     return None
 
 
+def groups_of(pid: int) -> list[Path]:
+    """Return the directories of the control groups that a process is in, one in each tree of the kernel's."""
+    trees: dict[str, Path] = {}
+    for line in read(Path("/proc/self/mounts")).splitlines():
+        _, place, kind, options, *_ = line.split(" ")
+        if kind == "cgroup":
+            trees |= dict.fromkeys(options.split(","), Path(place))
+        elif kind == "cgroup2":
+            trees[""] = Path(place)
+    found: dict[Path, None] = {}
+    for line in read(Path(f"/proc/{pid}/cgroup")).splitlines():
+        _, names, path = line.split(":", 2)
+        tree = trees.get(names.split(",")[0])
+        if tree is not None and (group := tree / path.lstrip("/")).is_dir():
+            found[group] = None
+    return list(found)
+
+
 # Where the v2 tree is mounted: alone, and beside v1 trees.
 _V2_NAMES = ("cgroup", "unified")
 
