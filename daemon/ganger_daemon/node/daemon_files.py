@@ -14,6 +14,7 @@ import re
 import shutil
 import stat
 import subprocess
+import sys
 import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -419,6 +420,9 @@ class DaemonPaths:
         for path, flag in ((self.state, "--state-dir"), (self.run, "--run-dir")):
             if path.resolve().is_relative_to(TEMPORARY):
                 return f"{path} is in {TEMPORARY}, where jobs would not see it: choose another {flag}"
+        for program in (Path(__file__).resolve(), Path(sys.prefix).resolve()):
+            if program.is_relative_to(TEMPORARY):
+                return f"{program} is in {TEMPORARY}, where jobs would not see it: install Ganger elsewhere"
         try:
             in_own_thread(separate)
         except OSError as error:
