@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 PARTS: Final = (DesiredProjection, GangIndex, JobIndex, JobQueue, LeaseTable, NodeIndex, Unstored, UsageIndex)
 # What a master forgets: heartbeats, refusals and offers with their times; the next batch's work; what is for speed
-# alone (`parties`, `projected`, `kept`, `blocked`); and that it was started.
+# alone (`parties`, `projected`, `closures`, `kept`, `blocked`); and that it was started.
 VOLATILE: Final = frozenset(
     {
         "settings", "policy", "started",
@@ -28,7 +28,7 @@ VOLATILE: Final = frozenset(
         "aside", "aside_from", "aside_at",
         "refusals", "lacking", "blocked", "conflicts", "kept", "leases", "turn_of", "next_turn", "passed", "declined",
         "lost_turns", "returned", "claimed_by", "ranks", "ranked_by", "kept_by_plan", "kept_by_plan_at", "wake_at",
-        "cores_curves", "parties", "projected",
+        "cores_curves", "parties", "projected", "closures",
         "dirty", "is_kept", "history", "_puts", "_removes", "_counters_taken",
     }
 )  # fmt: skip

@@ -380,7 +380,8 @@ def _full(kind: Any, depth: int = 0) -> Any:
         if inner is not None:
             value = _full(inner, depth + 1)
         elif field.type == field.TYPE_STRING:
-            value = "nodes/n1" if kind.name == "NodeState" else _NAMES.get(field.name, "n1")
+            is_node = kind.name == "NodeState" or (kind.name, field.name) == ("Checkpoint", "nodes")
+            value = "nodes/n1" if is_node else _NAMES.get(field.name, "n1")
         elif field.type == field.TYPE_BYTES:
             value = b"x"
         elif field.type == field.TYPE_BOOL:

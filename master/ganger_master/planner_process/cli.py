@@ -47,6 +47,8 @@ def run(
     planner starts one itself, unless it has --no-planner."""
     import asyncio
 
+    # Plans are computed with it, later: where it is missing, the command line says now what to install.
+    import scipy  # noqa: F401
     from ganger.console import CommandError, ExitCode
     from ganger.program_setup import set_up_log
     from ganger.scheduling.program import until_stopped
