@@ -21,10 +21,9 @@ def desired_gang(master_sequence: int, intent: agent_pb2.Intent) -> agent_pb2.De
 
 def context_on(directory: Path, written: list[int]) -> Any:
     pages = SimpleNamespace(write_order=lambda order: written.append(order.seq >> 40))
-    storage = SimpleNamespace(shared=None)
-    host = SimpleNamespace(storage=storage, order_deadline_s=60.0)
+    host = SimpleNamespace(order_deadline_s=60.0)
     paths = SimpleNamespace(orders=directory, account=None, read_mode=0o600)
-    return SimpleNamespace(host=host, paths=paths, pages=pages, write_notes=lambda: None)
+    return SimpleNamespace(host=host, paths=paths, pages=pages, proved_storage=None, write_notes=lambda: None)
 
 
 def test_an_order_that_comes_while_another_is_written_is_written_next(tmp_path: Path, monkeypatch: Any) -> None:

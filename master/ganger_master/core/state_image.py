@@ -60,6 +60,7 @@ class Image(Struct, frozen=True, gc=False):
     reservations: tuple[Reservation, ...] = ()
     tokens: tuple[AccessToken, ...] = ()
     reserved: tuple[str, ...] = ()
+    tested: tuple[str, ...] = ()
     reservation_at: float = 0.0
     devices: int = 0
     free_devices: int = 0
@@ -125,7 +126,7 @@ _MAPPINGS = _paths(
 )
 _SETS = _paths(
     "jobs.finished jobs.running_limited jobs.moving jobs.backing_off gangs.idle queue.resuming nodes.draining"
-    " nodes.faulty nodes.reserved nodes.choosy nodes.unheard"
+    " nodes.faulty nodes.reserved nodes.tested nodes.choosy nodes.unheard"
 )
 _VALUES = ("nodes", "jobs", "gangs", "gangs.sets", "jobs.former", "usage", "reservations", "tokens")
 
