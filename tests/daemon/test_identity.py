@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import uuid
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from kit.accounts import makes_accounts
 from kit.waiting import eventually
 from rpc.kit import until
 
+IS_IN_TMP = Path(sys.prefix).resolve().is_relative_to("/tmp")
 pytestmark = [pytest.mark.system, makes_accounts]
 HOSTILE = Path(__file__).parent / "hostile_account.py"
 # Runs a script once its first argument is there.
@@ -434,7 +436,8 @@ def test_a_hostile_job_of_another_account_is_denied_all_that_it_tries(
         assert found.keys() == EXPECTED.keys()
         also = GONE if is_restored else set()
         allowed = {name: found[name] for name, (denials, _) in EXPECTED.items() if found[name] not in denials | also}
-        assert allowed == {}
+        # Where Ganger is installed below /tmp, jobs share that (`DaemonPaths.private_places_trouble`).
+        assert set(allowed) == ({"read a file in another job's /tmp"} if IS_IN_TMP else set())
 
         # and the other job has noticed nothing
         before = len(these.steps(victim))
