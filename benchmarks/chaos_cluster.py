@@ -16,7 +16,7 @@ from typing import BinaryIO, Final
 
 import sqlalchemy
 from ganger.console import ExitCode
-from ganger.injob.process_identity import start_ticks
+from ganger.injob.process_identity import start_ticks, stat_fields
 
 from benchmarks import victims
 from benchmarks.bench_cluster import GANGER, names_one_of
@@ -141,7 +141,9 @@ class ChaosCluster(MasterPair):
         """Return the processes of this cluster that are no master, daemon, launcher, command or child of one."""
         known = {os.getpid(), *self._process_ids("daemon"), *self._process_ids("command")}
         known |= {process.pid for process in self.masters if process is not None}
-        known |= {one.pid for one in victims.launchers(self._run)}
+        launchers = {one.pid for one in victims.launchers(self._run)}
+        # Each has a reaper as its parent, which has lost its own if the daemon was killed.
+        known |= launchers | {parent for pid in launchers if (parent := _parent(pid)) > 1}
         known |= {child for pid in list(known) if pid != os.getpid() for child in _children(pid)}
         known -= victims.of_jobs(self._run)
         return [pid for pid in self._named(self.directory, self._run) if pid not in known]
@@ -166,6 +168,11 @@ def _command(pid: int) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return b""
+
+
+def _parent(pid: int) -> int:
+    fields = stat_fields(pid)
+    return int(fields[1]) if fields else 0
 
 
 def _children(pid: int) -> list[int]:
