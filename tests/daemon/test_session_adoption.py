@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pwd
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import asyncssh
 import pytest
 from ganger.injob.process_identity import start_ticks
 from ganger_daemon.cgroups.controllers import groups_of, write
+from ganger_daemon.node.accounts import Account
 from ganger_daemon.session_adoption import gangs_of, main
+from kit.accounts import made_accounts
+from kit.waiting import eventually
 
 USER = pwd.getpwnam("daemon")
+SSHD = "/usr/sbin/sshd"
 TREES = [Path("/sys/fs/cgroup", name) for name in ("memory", "pids", "freezer")]
 needs_groups = pytest.mark.skipif(
     os.geteuid() != 0 or not all(os.access(tree, os.W_OK) for tree in TREES), reason="no control groups to write to"
@@ -49,6 +57,9 @@ def group(rank: subprocess.Popen[bytes]) -> Iterator[str]:
     yield name
     rank.kill()
     rank.wait()
+    eventually(
+        lambda: not any((tree / name / "cgroup.procs").read_text() for tree in TREES), what="no session in the groups"
+    )
     for tree in TREES:
         (tree / name).rmdir()
         (tree / name).parent.rmdir()
@@ -119,3 +130,85 @@ def test_a_user_that_the_node_does_not_know_is_refused(
     monkeypatch.setenv("PAM_USER", "no-such-user")
     assert main(["--state-dir", str(tmp_path)]) == 1
     assert "no user 'no-such-user'" in capsys.readouterr().out
+
+
+@pytest.fixture
+def person() -> Iterator[Account]:
+    with made_accounts(1) as (made,):
+        yield made
+
+
+@contextmanager
+def sshd(directory: Path, person: Account, state: Path) -> Iterator[int]:
+    """The machine's ssh server, on a port of 127.0.0.1, in a mount namespace whose PAM configuration has our line."""
+    for name in ("host", "key"):
+        generated = asyncssh.generate_private_key("ssh-ed25519")
+        generated.write_private_key(directory / name)
+        (directory / name).chmod(0o600)
+        generated.write_public_key(directory / f"{name}.pub")
+    keys = Path(person.home, "keys")
+    keys.write_bytes((directory / "key.pub").read_bytes())
+    program = f"{sys.executable} -m ganger_daemon.session_adoption --state-dir {state}"
+    pam = directory / "pam"
+    pam.write_text(
+        "auth required pam_deny.so\naccount required pam_permit.so\nsession required pam_permit.so\n"
+        f"session required pam_exec.so quiet stdout {program}\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    settings = (
+        f"ListenAddress=127.0.0.1:{port}", f"HostKey={directory / 'host'}", f"AuthorizedKeysFile={keys}",
+        "UsePAM=yes", "StrictModes=no", "PidFile=none", "PasswordAuthentication=no",
+    )  # fmt: skip
+    Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
+    script = 'mount --bind "$1" /etc/pam.d/sshd && shift && exec "$@"'
+    options = [part for setting in settings for part in ("-o", setting)]
+    server = subprocess.Popen(
+        ["unshare", "--mount", "sh", "-c", script, "sh", str(pam), SSHD, "-D", "-e", "-f", "/dev/null", *options],
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert server.stderr is not None
+        for line in server.stderr:
+            if "Server listening" in line:
+                break
+        yield port
+    finally:
+        server.terminate()
+        server.communicate()
+
+
+def log_in(port: int, person: Account, directory: Path, command: str) -> asyncssh.SSHCompletedProcess:
+    """Run a command in a session of ssh as the person."""
+
+    async def run() -> asyncssh.SSHCompletedProcess:
+        async with asyncssh.connect(
+            "127.0.0.1", port, username=person.name, client_keys=[directory / "key"], known_hosts=None, config=None
+        ) as connection:
+            return await connection.run(command, timeout=60)
+
+    return asyncio.run(run())
+
+
+@needs_groups
+@pytest.mark.skipif(not os.path.exists(SSHD), reason="no ssh server here: apt-get install openssh-server")
+def test_a_session_of_the_machines_ssh_server_belongs_to_the_users_job_and_is_refused_without_one(
+    tmp_path: Path, person: Account, group: str
+) -> None:
+    state = tmp_path / "state"
+    state.mkdir()
+    rank = subprocess.Popen(["sleep", "60"], user=person.uid, group=person.gid)
+    try:
+        with sshd(tmp_path, person, state) as port:
+            refused = log_in(port, person, tmp_path, "echo in")
+            for tree in TREES:
+                assert write(tree / group / "cgroup.procs", str(rank.pid))
+            note(state, rank.pid)
+            inside = log_in(port, person, tmp_path, "id -un; cat /proc/self/cgroup")
+    finally:
+        rank.kill()
+        rank.wait()
+    # The status of sshd for a session that PAM did not open.
+    assert (refused.exit_status, "you have no job on this node" in str(refused.stdout)) == (254, True)
+    assert str(inside.stdout).splitlines()[0] == person.name
+    assert [line.count(group) for line in str(inside.stdout).splitlines()[1:]].count(1) == len(TREES)
