@@ -171,7 +171,7 @@ class PlannerLoop:
     def _tuned_s(self, now: float) -> dict[int, float]:
         tune = self.policy.stage(Tune)
         return {
-            job.number: job.run_s + max(0.0, now - job.running_since)
+            job.number: job.ran_s(now)
             for job, _ in self.table.running
             if tune is not None and tune.tuning.decides_cores_of(job.shape)
         }
