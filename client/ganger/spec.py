@@ -31,6 +31,7 @@ from ganger.spec_values import (
     parse_command,
     parse_convergence,
     parse_deadline,
+    parse_dependencies,
     parse_device_types,
     parse_directory,
     parse_labels,
@@ -68,7 +69,7 @@ KEYS = frozenset(
         *("priority", "weight", "converges", "time", "deadline", "max_failures", "scheduler", "preemptible", "movable"),
         *("checkpoint_every", "labels", "agent", "distributed", "mechanism", "must_move", "close_connections"),
         *("signal", "grace", "requeue", "checkpoint_copies", "disk_mb_per_s", "net_mb_per_s", "partition"),
-        "schedule_at",
+        *("schedule_at", "after"),
     ]
 )
 # One of locality, tolerance and patience replaces all of them.
@@ -230,6 +231,8 @@ def _read_optional(spec: JobSpec, reader: DescriptionReader) -> None:
             setattr(spec, key, value)
     if (converges := reader.read("converges", parse_convergence, None)) is not None:
         spec.convergence.least_decrease, spec.convergence.passes = converges
+    if (dependencies := reader.read("after", parse_dependencies, None)) is not None:
+        spec.dependencies.extend(dependencies)
     if (time_limit := reader.read("time", parse_positive_duration, None)) is not None:
         spec.time_limit.CopyFrom(times.duration(time_limit))
     if (deadline := reader.read("deadline", parse_deadline, None)) is not None:

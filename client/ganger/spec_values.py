@@ -14,13 +14,13 @@ import shlex
 import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
 
 from ganger.text import parse_cores, parse_duration
-from ganger.v1.job_pb2 import JobSpec, Mechanism
+from ganger.v1.job_pb2 import Dependency, JobSpec, Mechanism
 from ganger.v1.resources_pb2 import Level
 from ganger.wire import times
 
@@ -41,6 +41,15 @@ _NAMES_MOST: Final = 1_000
 _MECHANISMS: Final = ("image", "adapter", "replay", "signal", "none")
 _STOP_SIGNAL = re.compile(r"(?:[BR]+:)?(?:SIG)?(?P<name>[A-Z0-9]+)(?:@(?P<seconds>[1-9]\d{0,6}))?")
 _NOT_CAUGHT: Final = ("KILL", "STOP")
+_CONDITIONS: Final = {
+    "ok": Dependency.CONDITION_SUCCEEDED,
+    "notok": Dependency.CONDITION_FAILED,
+    "any": Dependency.CONDITION_ENDED,
+    "each": Dependency.CONDITION_EACH,
+    # As Slurm's aftercorr.
+    "corr": Dependency.CONDITION_EACH,
+}
+_NUMBER: Final = re.compile(r"[1-9][0-9]{0,17}")
 _TIME_OF_DAY: Final = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?")
 _SCHEDULER = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -359,6 +368,28 @@ def parse_schedule_at(value: object) -> bool:
     if value not in ("step", "epoch"):
         raise ValueError(f"{value!r} is neither step nor epoch")
     return value == "epoch"
+
+
+def parse_dependencies(value: object) -> list[Dependency]:
+    """Return the dependencies of "7", "ok:7:8,any:9" or a list of such texts. Raises ValueError."""
+    texts = value if isinstance(value, list | tuple) else [value]
+    found = []
+    for text in [part for one in texts for part in str(one).split(",")]:
+        words = text.strip().split(":")
+        condition = "ok" if words[0].isdigit() else words.pop(0).removeprefix("after")
+        if condition not in _CONDITIONS or not words or not all(_NUMBER.fullmatch(word) for word in words):
+            kinds = ", ".join(_CONDITIONS)
+            raise ValueError(
+                f"{text.strip()!r} is no dependency: write a number, or one of {kinds} with it: ok:7,any:8:9"
+            )
+        found += [Dependency(condition=_CONDITIONS[condition], number=int(word)) for word in words]
+    return found
+
+
+def dependencies_text(dependencies: Iterable[Dependency]) -> str:
+    """Return dependencies as they are written: "ok:7,any:9"."""
+    names = {condition: name for name, condition in reversed(_CONDITIONS.items())}
+    return ",".join(f"{names.get(one.condition, '?')}:{one.number}" for one in dependencies)
 
 
 def parse_boolean(value: object) -> bool | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from ganger.spec import load_job_file, make_spec
+from ganger.spec_values import dependencies_text
 from ganger.v1.job_pb2 import JobSpec
 from ganger.v1.resources_pb2 import LEVEL_CLUSTER, LEVEL_NODE, LEVEL_RACK, LEVEL_UNSPECIFIED
 from ganger.wire import times
@@ -211,7 +212,7 @@ def test_a_key_that_is_nearly_one_is_told_which() -> None:
         "zebra": wrong(command="x", zebra=1)["zebra"],
     }
     assert (
-        "there are agent, array, checkpoint_copies, checkpoint_every, close_connections"
+        "there are after, agent, array, checkpoint_copies, checkpoint_every, close_connections"
         in wrong(command="x", zebra=1)["zebra"]
     )
     assert wrong(command="x", array="0-3") == {"array": "a job has none: submit it as an array"}
@@ -665,3 +666,27 @@ def test_a_mechanism_that_cannot_work_is_refused(description: dict[str, Any], fi
 def test_a_job_of_the_image_mechanism_takes_one_node() -> None:
     assert spec(mechanism="image", gpus=2).nodes == 1
     assert spec(gpus=2).nodes == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("7", "ok:7"),
+        ("7:8", "ok:7,ok:8"),
+        (7, "ok:7"),
+        ("ok:7:8,any:9", "ok:7,ok:8,any:9"),
+        ("afterok:7,afternotok:8,afterany:9,aftercorr:10", "ok:7,notok:8,any:9,each:10"),
+        (["ok:7", 8], "ok:7,ok:8"),
+    ],
+    ids=str,
+)
+def test_dependencies_are_read_as_they_are_written_in_slurm_too(given: object, text: str) -> None:
+    assert dependencies_text(spec(after=given).dependencies) == text
+
+
+@pytest.mark.parametrize("given", ["", "ok", "ok:", "ok:7_1", "after:7", "soon:7", "ok:0", "-1", True])
+def test_a_dependency_that_names_no_job_or_condition_is_refused(given: object) -> None:
+    assert (
+        "is no dependency: write a number, or one of ok, notok, any, each"
+        in wrong(command=["true"], after=given)["after"]
+    )

@@ -37,7 +37,7 @@ DERIVED = {
         "front",
         "aside",
     ),
-    *("lacking", "turn_of", "closures", "free_on"),
+    *("dependents", "lacking", "turn_of", "closures", "free_on"),
     *("set_of", "set_on", "nodes_with", "requests"),
 }
 OF_A_BATCH = {"parties", "projected", "dirty", "history", "_puts", "_removes", "_counters_taken"}

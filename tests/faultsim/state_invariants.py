@@ -13,7 +13,7 @@ from ganger.node_test import TEST_USER
 from ganger.protocol.stop_rules import EPOCH_BIT
 from ganger_master.core.colocation import holders_on
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole
-from ganger_master.core.job_model import JobRecord, SuspendLevel
+from ganger_master.core.job_model import JobRecord, SuspendLevel, members_of
 from ganger_master.core.kept_places import find_blocked
 from ganger_master.core.queue import is_lack
 from ganger_master.core.state import State
@@ -286,6 +286,11 @@ def _job(state: State, job: JobRecord) -> Iterator[str]:
         yield f"{job.name} rests at {job.suspended_level.name}, but is {job.state}"
     if job.failures > job.spec.max_failures and job.ending is not JobState.FAILED and job.ending is None:
         yield f"{job.name} goes on after {job.failures} failures"
+    if job.awaits and not job.held:
+        yield f"{job.name} awaits {job.awaits}, but is not held"
+    for number in {one.number for one in job.awaits}:
+        if all(other.state.is_finished for other in members_of(state.jobs, number) or [state.jobs[number]]):
+            yield f"{job.name} awaits {number}, which has ended"
     if job.running_since and (gang is None or gang.role is not GangRole.ACTIVE):
         yield f"{job.name} counts running time without an active gang"
 
@@ -298,6 +303,12 @@ def _derived(state: State) -> Iterator[str]:
     for turn in state.leases.values():
         if state.leases.turn_of.get(turn.number) != turn.turn or not state.jobs[turn.number].is_waiting:
             yield f"turn {turn.turn} belongs to jobs/{turn.number}, which does not wait for it"
+    awaited: dict[int, dict[int, None]] = {}
+    for number in sorted(state.jobs.live):
+        for one in state.jobs[number].awaits:
+            awaited.setdefault(one.number, {})[number] = None
+    if state.jobs.dependents != awaited:
+        yield f"{state.jobs.dependents} are not the jobs that wait for others: {awaited}"
     rows = state.rows.values()
     counts = [row.free_mask.bit_count() for row in rows if row.available]
     if sum(counts) != state.nodes.free_devices:

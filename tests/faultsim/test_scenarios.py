@@ -2,7 +2,7 @@
 
 node NAME TOPOLOGY [type=T] [user=U] [disk=MB/s] [net=MB/s]       policy NAME | quota USER=DEVICES ...   (before nodes)
 partition NAME [nodes= users= time= gpus= priority= preemptible=]      leave PARTITION     restart (with other settings)
-submit GPUS [steps= cores= memory= type= within= user= priority= failures= disk= net= partition= time=]
+submit GPUS [steps= cores= memory= type= within= user= priority= failures= disk= net= partition= time= after=]
 told JOB KIND   cancel|resume|why|show|fails JOB           suspend JOB LEVEL              move JOB [NODE]
 backup | restore | quarantine adopt|end JOB      reserve NAME NODE in=SECONDS for=SECONDS [users= lead=]
 check NODE [FAILURE]              fault NODE DEVICE REASON       idle WARNING PARK (before nodes)      hang|wake JOB
@@ -29,7 +29,7 @@ from ganger_master.core.answers import Answer, ArrayAnswer, Refused
 from ganger_master.core.explain import explain
 from ganger_master.core.gang_model import OutcomeKind
 from ganger_master.core.job_model import SuspendLevel
-from ganger_master.core.job_spec import JobSpec
+from ganger_master.core.job_spec import Condition, Dependency, JobSpec
 from ganger_master.core.node_faults import faults_of
 from ganger_master.core.node_model import Reservation
 from ganger_master.core.settings import CoreSettings
@@ -170,6 +170,7 @@ class _Story:
         net: str = "0",
         partition: str = "",
         time: str = "",
+        after: str = "",
     ) -> Iterator[str]:
         bandwidth = (int(disk), int(net))
         shape = TaskShape(1, int(cores) * 1000, int(memory) * _GIB, bandwidth if any(bandwidth) else ())
@@ -183,6 +184,7 @@ class _Story:
             gpu_memory_bytes=_GIB,
             partition=partition,
             time_limit_s=float(time) if time else None,
+            dependencies=(Dependency(Condition.SUCCEEDED, int(after)),) if after else (),
         )
         submission = self.cluster.submit(spec, user)
         self.cluster.run_until(lambda: submission.number > 0 or submission.refused, 10.0)

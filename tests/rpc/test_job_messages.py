@@ -24,7 +24,7 @@ from ganger_master.core.job_model import (
     RefusedMechanism,
     SuspendLevel,
 )
-from ganger_master.core.job_spec import Agent, JobSpec, RoleProgram
+from ganger_master.core.job_spec import Agent, Condition, Dependency, JobSpec, RoleProgram
 from ganger_master.core.tenancy import PartitionTerms
 from ganger_master.rpc.job_messages import (
     capabilities_from_wire,
@@ -73,6 +73,7 @@ SPEC = JobSpec(
     stop_grace_s=300.0,
     checkpoint_copies=2,
     role_programs=(RoleProgram("worker", ("sh", "run"), {"A": "b"}),),
+    dependencies=(Dependency(Condition.FAILED, 3),),
 )
 CLAIM = Claim("n1", 0b11, (2000,), 1 << 31, tasks=(2,))
 GANG = Gang(

@@ -16,6 +16,7 @@ from ganger.cli.metric_plot import TextPlot
 from ganger.cli.options import number
 from ganger.console import enum_text, print_json, print_pairs
 from ganger.job import FINISHED
+from ganger.spec_values import dependencies_text
 from ganger.text import counted, format_cores, format_duration, format_memory
 from ganger.v1.job_pb2 import MECHANISM_SIGNAL, MECHANISM_UNSPECIFIED, Job, JobSpec, Mechanism, Progress
 from ganger.v1.job_service_pb2 import CreateArrayRequest
@@ -360,6 +361,7 @@ def _spec_pairs(spec: JobSpec) -> list[tuple[str, str]]:
         ("preemptible", "false" if spec.HasField("preemptible") and not spec.preemptible else ""),
         ("movable", "false" if spec.HasField("movable") and not spec.movable else ""),
         ("schedule_at", "epoch" if spec.is_scheduled_at_epochs else ""),
+        ("after", dependencies_text(spec.dependencies)),
         ("scheduler", spec.scheduler),
         ("agent", "none" if spec.agent == JobSpec.AGENT_NONE else ""),
         ("mechanism", enum_text(Mechanism, spec.mechanism) if spec.mechanism else ""),

@@ -67,7 +67,7 @@ _SUBMIT: Final[Mapping[str, str]] = {
     "--comment": "write --label NAME=VALUE",
     "--constraint": "write --gpu-type TYPES",
     "--cpus-per-task": "write --cpus-per-task N",
-    "--dependency": "write `ganger wait JOB && ganger submit ...`",
+    "--dependency": "write --after ok:JOB (afterok), notok:, any: or each: (aftercorr)",
     "--error": "`ganger logs JOB` prints what it wrote, stdout and stderr together",
     "--exclude": "an operator cordons nodes",
     "--exclusive": "request all GPUs of a node (--gpus 8 --nodes 1); with --not-preemptible it shares none of them",

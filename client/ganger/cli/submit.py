@@ -87,6 +87,9 @@ class _Submission(click.Command):
 )
 @click.option("--time", "-t", metavar="TIME", help="Stop it after running so long, e.g. 2h30m.")
 @click.option("--deadline", metavar="TIME", help="By when it should end: 2026-12-24T18:00, 18:00, or 6h from now.")
+@click.option(
+    "--after", metavar="[ok|notok|any|each:]JOB,...", help="Start only after jobs have ended so; alone: have succeeded."
+)
 @click.option("--max-failures", metavar="N", help="Restarts after failures of its own.")
 @click.option("--checkpoint-every", metavar="TIME|never", help="Interval of checkpoints to storage.")
 @click.option(

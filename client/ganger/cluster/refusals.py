@@ -100,6 +100,7 @@ class Reason(Enum):
     PARTITION_TIME = "PARTITION_TIME", _BLOCKER, "the job may run for longer than the partition allows", _OF_PARTITION
     PARTITION_LIMIT = "PARTITION_LIMIT", _BLOCKER, "the partition allows no more GPUs", _OF_PARTITION
     ARRAY_LIMIT = "ARRAY_LIMIT", _BLOCKER, "as many members of its array as may run at once run or are about to"
+    DEPENDENCY = "DEPENDENCY", _BLOCKER, "it starts after other jobs have ended"
     FAILING = "FAILING", _BLOCKER, "its attempts fail one after the other, so it is tried again later"
     STORAGE_NOT_SHARED = (
         "STORAGE_NOT_SHARED",

@@ -351,6 +351,7 @@ class JobSpec(google.protobuf.message.Message):
     ROLE_PROGRAMS_FIELD_NUMBER: builtins.int
     CHECKPOINT_COPIES_FIELD_NUMBER: builtins.int
     IS_SCHEDULED_AT_EPOCHS_FIELD_NUMBER: builtins.int
+    DEPENDENCIES_FIELD_NUMBER: builtins.int
     display_name: builtins.str
     """A label for people; need not be unique, at most 63 characters."""
     working_directory: builtins.str
@@ -441,6 +442,10 @@ class JobSpec(google.protobuf.message.Message):
     def role_programs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RoleProgram]:
         """What tasks of some roles run instead of the command, and their own variables; at most one for a role."""
 
+    @property
+    def dependencies(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Dependency]:
+        """The job starts only after these jobs have ended in that way, and ends cancelled once one of them never can; at most 100."""
+
     def __init__(
         self,
         *,
@@ -477,10 +482,11 @@ class JobSpec(google.protobuf.message.Message):
         role_programs: collections.abc.Iterable[Global___RoleProgram] | None = ...,
         checkpoint_copies: builtins.int = ...,
         is_scheduled_at_epochs: builtins.bool = ...,
+        dependencies: collections.abc.Iterable[Global___Dependency] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable", "_preemptible", b"_preemptible", "checkpoint_interval", b"checkpoint_interval", "convergence", b"convergence", "deadline", b"deadline", "locality", b"locality", "movable", b"movable", "preemptible", b"preemptible", "stop_grace", b"stop_grace", "time_limit", b"time_limit"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable", "_preemptible", b"_preemptible", "agent", b"agent", "checkpoint_copies", b"checkpoint_copies", "checkpoint_interval", b"checkpoint_interval", "closes_connections", b"closes_connections", "command", b"command", "convergence", b"convergence", "deadline", b"deadline", "device_type", b"device_type", "display_name", b"display_name", "distributed", b"distributed", "environment", b"environment", "gpu_memory_bytes", b"gpu_memory_bytes", "gpus_max", b"gpus_max", "gpus_min", b"gpus_min", "is_move_required", b"is_move_required", "is_scheduled_at_epochs", b"is_scheduled_at_epochs", "labels", b"labels", "locality", b"locality", "max_failures", b"max_failures", "mechanism", b"mechanism", "movable", b"movable", "nodes", b"nodes", "partition", b"partition", "preemptible", b"preemptible", "priority", b"priority", "role_programs", b"role_programs", "roles", b"roles", "scheduler", b"scheduler", "stop_grace", b"stop_grace", "stop_signal", b"stop_signal", "time_limit", b"time_limit", "weight", b"weight", "working_directory", b"working_directory"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable", "_preemptible", b"_preemptible", "agent", b"agent", "checkpoint_copies", b"checkpoint_copies", "checkpoint_interval", b"checkpoint_interval", "closes_connections", b"closes_connections", "command", b"command", "convergence", b"convergence", "deadline", b"deadline", "dependencies", b"dependencies", "device_type", b"device_type", "display_name", b"display_name", "distributed", b"distributed", "environment", b"environment", "gpu_memory_bytes", b"gpu_memory_bytes", "gpus_max", b"gpus_max", "gpus_min", b"gpus_min", "is_move_required", b"is_move_required", "is_scheduled_at_epochs", b"is_scheduled_at_epochs", "labels", b"labels", "locality", b"locality", "max_failures", b"max_failures", "mechanism", b"mechanism", "movable", b"movable", "nodes", b"nodes", "partition", b"partition", "preemptible", b"preemptible", "priority", b"priority", "role_programs", b"role_programs", "roles", b"roles", "scheduler", b"scheduler", "stop_grace", b"stop_grace", "stop_signal", b"stop_signal", "time_limit", b"time_limit", "weight", b"weight", "working_directory", b"working_directory"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__movable: typing_extensions.TypeAlias = typing.Literal["movable"]
     _WhichOneofArgType__movable: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable"]
@@ -492,6 +498,53 @@ class JobSpec(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__preemptible) -> _WhichOneofReturnType__preemptible | None: ...
 
 Global___JobSpec: typing_extensions.TypeAlias = JobSpec
+
+@typing.final
+class Dependency(google.protobuf.message.Message):
+    """Another job, or an array, for whose end a job waits."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    class _Condition:
+        ValueType = typing.NewType("ValueType", builtins.int)
+        V: typing_extensions.TypeAlias = ValueType
+
+    class _ConditionEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[Dependency._Condition.ValueType], builtins.type):
+        DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+        CONDITION_UNSPECIFIED: Dependency._Condition.ValueType  # 0
+        CONDITION_SUCCEEDED: Dependency._Condition.ValueType  # 1
+        """It succeeded; of an array, all members."""
+        CONDITION_FAILED: Dependency._Condition.ValueType  # 2
+        """It failed or was cancelled; of an array, all members have ended, and one of them so."""
+        CONDITION_ENDED: Dependency._Condition.ValueType  # 3
+        CONDITION_EACH: Dependency._Condition.ValueType  # 4
+        """For members of an array: the member of the same index in that array succeeded."""
+
+    class Condition(_Condition, metaclass=_ConditionEnumTypeWrapper): ...
+    CONDITION_UNSPECIFIED: Dependency.Condition.ValueType  # 0
+    CONDITION_SUCCEEDED: Dependency.Condition.ValueType  # 1
+    """It succeeded; of an array, all members."""
+    CONDITION_FAILED: Dependency.Condition.ValueType  # 2
+    """It failed or was cancelled; of an array, all members have ended, and one of them so."""
+    CONDITION_ENDED: Dependency.Condition.ValueType  # 3
+    CONDITION_EACH: Dependency.Condition.ValueType  # 4
+    """For members of an array: the member of the same index in that array succeeded."""
+
+    CONDITION_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
+    condition: Global___Dependency.Condition.ValueType
+    number: builtins.int
+    """Number of a job or of an array: no two are the same."""
+    def __init__(
+        self,
+        *,
+        condition: Global___Dependency.Condition.ValueType = ...,
+        number: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["condition", b"condition", "number", b"number"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Dependency: typing_extensions.TypeAlias = Dependency
 
 @typing.final
 class RoleProgram(google.protobuf.message.Message):

@@ -15,7 +15,7 @@ from ganger.job_state import JobState
 from ganger.text import counted
 from msgspec.structs import replace
 
-from ganger_master.core import answers, commands, ending, events
+from ganger_master.core import answers, commands, dependencies, ending, events
 from ganger_master.core.answers import RefusedError
 from ganger_master.core.array_model import (
     LOSS,
@@ -141,7 +141,11 @@ def follow(state: State, now: float) -> None:
         if array is None or not array.at_once:
             continue
         room = array.at_once - sum(not job.held and not job.state.is_finished for job in members)
-        waiting = [job for job in members if job.held and job.state is JobState.PENDING and job.ending is None]
+        waiting = [
+            job
+            for job in members
+            if job.held and not job.awaits and job.state is JobState.PENDING and job.ending is None
+        ]
         for job in waiting[: max(0, room)]:
             state.put_job(replace(job, held=False, pending_since=now, revision=job.revision + 1))
         # What was put is as it is to be.
@@ -228,7 +232,9 @@ def _check(state: State, command: commands.SubmitArray) -> None:
     if command.spec.deadline and command.at_once:
         violations.append(("spec.deadline", "members that are held back cannot have one"))
     if not violations:
-        violations = [*violations_of(command.spec)][:SEVERAL]
+        indices = [index for index, _ in command.members]
+        wrong = (*violations_of(command.spec), *dependencies.violations_of(state.jobs, command.spec, indices))
+        violations = list(wrong)[:SEVERAL]
     if not violations:
         violations = _wrong_commands(command.spec, command.members)
     if violations:

@@ -403,7 +403,8 @@ class Unstored:
 
 @dataclass(slots=True)
 class Dirty:
-    """Elements touched: `jobs`, `rows`, `arenas`, `sets`, `arrays` by the present event, others by the whole batch."""
+    """Elements touched: `jobs`, `rows`, `arenas`, `sets`, `arrays`, `ended` by the present event, others by the whole
+    batch."""
 
     jobs: dict[int, None] = field(default_factory=dict)
     rows: dict[str, None] = field(default_factory=dict)
@@ -411,6 +412,8 @@ class Dirty:
     sets: dict[int, None] = field(default_factory=dict)
     # Numbers of arrays of which a member may have ended.
     arrays: dict[int, None] = field(default_factory=dict)
+    # Numbers of jobs that have ended, while any job waits for the end of another.
+    ended: dict[int, None] = field(default_factory=dict)
     # Numbers of jobs that may use other GPUs than before.
     usage: dict[int, None] = field(default_factory=dict)
     # Nodes whose desired state may have changed.

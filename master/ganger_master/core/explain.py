@@ -17,7 +17,7 @@ from ganger.text import counted
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ganger_master.core import accounting, approval, availability, ending, reservations, usage
+from ganger_master.core import accounting, approval, availability, dependencies, ending, reservations, usage
 from ganger_master.core.approval import order
 from ganger_master.core.array_model import Membership
 from ganger_master.core.colocation import holders_on
@@ -199,6 +199,9 @@ def reported_blockers(state: State, job: JobRecord, now: float, *, has_planner: 
 
     `has_planner`: whether a planner is connected.
     """
+    if job.awaits and job.state is JobState.PENDING:
+        detail = f"it starts after {dependencies.sentence(state.jobs, job.awaits)}"
+        return (Refusal(Reason.DEPENDENCY, detail=detail),)
     if job.held and job.state is JobState.PENDING and job.spec.array is not None:
         return (_held_back(job.spec.array),)
     if is_backing_off(job):
@@ -485,7 +488,8 @@ def _at_rest(state: State, job: JobRecord) -> str:
                 reported = "its processes run, and have reported no step so far"
             return _on_the_way(state, job) or reported
         case JobState.PENDING:
-            return "unknown, because it waits for another member to end" if job.held else "its gang is being made ready"
+            other = "other jobs" if job.awaits else "another member"
+            return f"unknown, because it waits for {other} to end" if job.held else "its gang is being made ready"
         case _:
             return f"it has ended: {job.state.value}"
 

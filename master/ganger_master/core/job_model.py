@@ -17,7 +17,7 @@ from msgspec import Struct, field
 from msgspec.structs import asdict, replace
 
 from ganger_master.core.array_model import MEMBERS_LIMIT
-from ganger_master.core.job_spec import JobSpec, Submitted, Updated
+from ganger_master.core.job_spec import Dependency, JobSpec, Submitted, Updated
 from ganger_master.core.tenancy import NO_TERMS, TIER, PartitionTerms
 
 
@@ -233,8 +233,10 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED
     reason: str = ""
     # What went wrong last without ending it, until the next suspend, move or checkpoint.
     trouble: str = ""
-    # A member of an array that waits until another has ended: no place is sought for it.
+    # It waits until other jobs have ended, by its array's limit or by its dependencies: no place is sought for it.
     held: bool = False
+    # Its dependencies that are open.
+    awaits: tuple[Dependency, ...] = ()
     # What it had reported at the rungs of its array's stop rule; None is no number.
     rungs: tuple[float | None, ...] = ()
     # For an updated job: the values as submitted, and its newest updates that had request ids.
@@ -252,7 +254,7 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED
 
     @property
     def is_waiting(self) -> bool:
-        """Return whether the job is in the queue: no gang, no end, no backoff, and not held by its array."""
+        """Return whether the job is in the queue: no gang, no end, no backoff, and not held by others."""
         is_free = self.ending is None and self.next_epoch == 0
         return self.state is _PENDING and is_free and not self.held and not self.again_at
 

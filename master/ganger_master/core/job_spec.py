@@ -29,6 +29,22 @@ class Agent(StrEnum):
 _ANYWHERE: Final = Locality()
 
 
+class Condition(StrEnum):
+    """How another job, or all members of an array, must have ended. EACH: the member of the same index succeeded."""
+
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    ENDED = "ENDED"
+    EACH = "EACH"
+
+
+class Dependency(Struct, frozen=True, gc=False):
+    """A job starts only after the job or array with that number has ended in that way."""
+
+    condition: Condition
+    number: int
+
+
 class RoleProgram(Struct, frozen=True, gc=False, omit_defaults=True):
     """What the tasks of one role run: `command` instead of the job's, if not empty, and `environment` on top of it."""
 
@@ -89,6 +105,7 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED_N
     checkpoint_copies: int = 0
     # Plans stop it at ends of its epochs only.
     is_scheduled_at_epochs: bool = False
+    dependencies: tuple[Dependency, ...] = ()
     # Set by the master.
     array: Membership | None = None
 

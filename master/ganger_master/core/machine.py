@@ -24,6 +24,7 @@ from ganger_master.core import (
     attempts,
     availability,
     colocation,
+    dependencies,
     elastic,
     ending,
     events,
@@ -162,6 +163,8 @@ def _job_submitted(state: State, event: events.JobSubmitted) -> None:
 
 
 def _put_submitted(state: State, job: JobRecord, cause: str) -> None:
+    if awaits := dependencies.open_ones(state.jobs, job.spec):
+        job = replace(job, awaits=awaits, held=True, pending_since=0.0)
     state.counters.next_job = max(state.counters.next_job, job.number + 1)
     state.put_job(job)
     # A job without a gang needs no review.
@@ -424,6 +427,8 @@ def settle(state: State, now: float, cause: str) -> None:
             dirty.rows.clear()
         if dirty.arenas:
             colocation.follow(state)
+        if dirty.ended:
+            dependencies.follow(state, now, cause)
         if dirty.arrays:
             arrays.follow(state, now)
         leaves = state.nodes.draining or state.nodes.reserved or state.nodes.faulty

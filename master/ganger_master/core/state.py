@@ -124,6 +124,8 @@ class State:
         # Only arrays that hold members back wait for members to end.
         if job.spec.array is not None and job.spec.array.at_once:
             dirty.arrays[job.spec.array.array] = None
+        if self.jobs.dependents and job.state.is_finished:
+            dirty.ended[job.number] = None
         dirty.jobs[job.number] = None
         dirty.news[job.number] = None
 

@@ -230,6 +230,7 @@ def _index(state: State) -> None:
             state.gangs.place(piece.claim.node, epoch, place)
     for job in state.jobs.values():
         state.jobs.holdings.note(None, job)
+        state.jobs.index_dependencies(None, job)
         if not job.state.is_finished:
             state.jobs.live[job.number] = None
         if job.is_waiting:

@@ -139,9 +139,10 @@ class JobIndex(dict[int, JobRecord]):
 
     requests: number by user and request id. former: the same of forgotten jobs, those forgotten first at the front.
     finished: in the order in which they ended. live: all others. running_limited: jobs with a time limit that have a
-    gang. moving: jobs with a destination. backing_off: failed jobs that are tried again later. shares: devices that
-    count towards quotas; empty without quotas. holdings: jobs and bytes by user. left_by: by node the job that last
-    gave devices back there, and when; for the history of the job that gets them.
+    gang. moving: jobs with a destination. backing_off: failed jobs that are tried again later. dependents: by the
+    number of a job or array, the jobs that wait for its end. shares: devices that count towards quotas; empty without
+    quotas. holdings: jobs and bytes by user. left_by: by node the job that last gave devices back there, and when; for
+    the history of the job that gets them.
     """
 
     def __init__(self) -> None:
@@ -153,6 +154,7 @@ class JobIndex(dict[int, JobRecord]):
         self.running_limited: dict[int, None] = {}
         self.moving: dict[int, None] = {}
         self.backing_off: dict[int, None] = {}
+        self.dependents: dict[int, dict[int, None]] = {}
         self.charges = Charges()
         self.holdings = Holdings()
         self.left_by: dict[str, tuple[int, float]] = {}
@@ -172,6 +174,18 @@ class JobIndex(dict[int, JobRecord]):
         list_if(self.backing_off, number, job.again_at and job.state is _PENDING)
         list_if(self.running_limited, number, job.time_limit_s is not None and job.state is JobState.HOLDING)
         list_if(self.moving, number, job.next_epoch)
+        if job.awaits or (old is not None and old.awaits):
+            self.index_dependencies(old, job)
+
+    def index_dependencies(self, old: JobRecord | None, job: JobRecord) -> None:
+        """Note for whose end a job waits."""
+        for dependency in () if old is None else old.awaits:
+            waiting = self.dependents.get(dependency.number, {})
+            waiting.pop(job.number, None)
+            if not waiting:
+                self.dependents.pop(dependency.number, None)
+        for dependency in () if job.state.is_finished else job.awaits:
+            self.dependents.setdefault(dependency.number, {})[job.number] = None
 
     def forget(self, number: int) -> None:
         """Remove a job that has ended."""

@@ -9,6 +9,7 @@ from ganger.cluster.placement import impossible
 from ganger.cluster.resources import DIMENSIONS
 from ganger.protocol.gang_orders import Mechanism
 
+from ganger_master.core import dependencies
 from ganger_master.core.accounting import beyond
 from ganger_master.core.answers import RefusedError
 from ganger_master.core.job_model import JobRecord
@@ -23,6 +24,7 @@ _NAME_LIMIT = 63
 _PRIORITY_LIMIT = 1_000
 _LEAST_WEIGHT, _MOST_WEIGHT = 0.01, 100
 _COPIES_LIMIT = 2
+_DEPENDENCIES_LIMIT = 100
 _PASSES_LIMIT = 1_000
 _FAILURES_LIMIT = 1_000_000
 _GPUS_PER_TASK_LIMIT = 64
@@ -59,7 +61,7 @@ def repeated_request(state: State, user: str, request_id: str, now: float) -> Jo
 
 def check_submission(state: State, spec: JobSpec, user: str) -> None:
     """Raise RefusedError unless the user's job is accepted."""
-    violations = violations_of(spec)
+    violations = (*violations_of(spec), *dependencies.violations_of(state.jobs, spec))
     if violations:
         text = "; ".join(f"{path}: {what}" for path, what in violations[:SEVERAL])
         raise RefusedError("SPEC_INVALID", text, violations=violations)
@@ -131,6 +133,7 @@ def wrong_wishes(spec: JobSpec) -> tuple[tuple[str, str], ...]:
     """Return the same, for all fields but those of the program that the job runs."""
     return (
         *_wrong_copies(spec),
+        *_wrong_dependencies(spec),
         *_wrong_numbers(spec),
         *_wrong_mechanism(spec),
         *_wrong_texts(spec),
@@ -219,6 +222,13 @@ def _wrong_mechanism(spec: JobSpec) -> Iterator[tuple[str, str]]:
 def _wrong_copies(spec: JobSpec) -> Iterator[tuple[str, str]]:
     if not 0 <= spec.checkpoint_copies <= _COPIES_LIMIT:
         yield "spec.checkpoint_copies", f"from 0 to {_COPIES_LIMIT}"
+
+
+def _wrong_dependencies(spec: JobSpec) -> Iterator[tuple[str, str]]:
+    if len(spec.dependencies) > _DEPENDENCIES_LIMIT:
+        yield "spec.dependencies", f"at most {_DEPENDENCIES_LIMIT}"
+    if len(set(spec.dependencies)) < len(spec.dependencies):
+        yield "spec.dependencies", "each only once"
 
 
 def _wrong_numbers(spec: JobSpec) -> Iterator[tuple[str, str]]:

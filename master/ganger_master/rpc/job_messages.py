@@ -33,7 +33,7 @@ from ganger_master.core.job_model import (
     RefusedMechanism,
     SuspendLevel,
 )
-from ganger_master.core.job_spec import Agent, JobSpec, RoleProgram, Update, resolved
+from ganger_master.core.job_spec import Agent, Condition, Dependency, JobSpec, RoleProgram, Update, resolved
 from ganger_master.core.lifecycle import trouble_of
 from ganger_master.runtime.publication import Sample
 
@@ -175,7 +175,14 @@ _SLICE_STATES: Final[Mapping[bool | None, job_pb2.Gang.SliceState.ValueType]] = 
 _STOP_GRACE_S: Final = 60.0
 _ANYWHERE: Final = Locality()
 _COPIES_MOST: Final = 4
-_ENTRIES_MOST: Final = {"command": 1_000, "environment": 10_000, "roles": 100, "labels": 100, "role_programs": 100}
+_ENTRIES_MOST: Final = {
+    "command": 1_000,
+    "environment": 10_000,
+    "roles": 100,
+    "labels": 100,
+    "role_programs": 100,
+    "dependencies": 100,
+}
 # The largest number of steps, samples or bytes that a store can hold.
 _COUNT_MOST: Final = (1 << 63) - 1
 _LEVELS_FROM_WIRE: Final[Mapping[int, SuspendLevel]] = {number: level for level, number in _LEVELS.items()}
@@ -219,7 +226,21 @@ def spec_from_wire(message: job_pb2.JobSpec) -> JobSpec:
         converged_passes=message.convergence.passes or 1,
         mechanism=mechanism_from_wire(message.mechanism),
         stop_grace_s=times.seconds(message.stop_grace) if message.HasField("stop_grace") else _STOP_GRACE_S,
+        dependencies=tuple([_dependency_from_wire(one) for one in message.dependencies]),
     )
+
+
+_CONDITIONS: Final = {one: job_pb2.Dependency.Condition.Value(f"CONDITION_{one.name}") for one in Condition}
+_CONDITIONS_FROM_WIRE: Final = {number: one for one, number in _CONDITIONS.items()}
+
+
+def _dependency_from_wire(message: job_pb2.Dependency) -> Dependency:
+    condition = _CONDITIONS_FROM_WIRE.get(message.condition)
+    if condition is None:
+        known = ", ".join(one.name for one in Condition)
+        wrong = errors.Violation("spec.dependencies", f"the condition must be one of {known}")
+        raise errors.SpecInvalid("the job cannot be accepted", violations=[wrong])
+    return Dependency(condition, message.number)
 
 
 def spec_to_wire(spec: JobSpec, *, with_environment: bool, into: job_pb2.JobSpec | None = None) -> job_pb2.JobSpec:
@@ -244,6 +265,8 @@ def spec_to_wire(spec: JobSpec, *, with_environment: bool, into: job_pb2.JobSpec
     for program in spec.role_programs:
         environment = program.environment if with_environment else None
         message.role_programs.add(role=program.role, command=program.command, environment=environment)
+    for dependency in spec.dependencies:
+        message.dependencies.add(condition=_CONDITIONS[dependency.condition], number=dependency.number)
     convert.locality_to_wire(spec.locality, message.locality)
     _put(message, spec, _RESOURCES)
     _rules_to_wire(spec, message)
