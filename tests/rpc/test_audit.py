@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -166,6 +167,35 @@ def test_the_reading_of_a_log_is_recorded_although_the_reader_hangs_up(
         call.cancel()
         await until(lambda: len(records(tmp_path / "state")) == 2)
         assert said(tmp_path / "state")[1:] == [("user/ann", "ReadLog", job, "CANCELLED")]
+
+    run(tmp_path, story)
+
+
+def test_a_reader_of_a_log_that_hangs_up_while_more_is_sent_does_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The generator that sends is closed late then, by the collector of garbage, and the call is gone: whatever asks
+    that for its caller ends the process."""
+
+    async def read(*_: Any, **__: Any) -> AsyncIterator[job_service_pb2.LogChunk]:
+        while True:
+            yield job_service_pb2.LogChunk(data=b"x" * 70_000)
+
+    monkeypatch.setattr(LogProxy, "read", read)
+
+    def are_recorded(directory: Path) -> bool:
+        gc.collect()
+        return [one[1:] for one in said(directory)].count(("ReadLog", "jobs/1", "CANCELLED")) == 20
+
+    async def story(certified: CertifiedMaster) -> None:
+        ann = certified.calls("user", "ann")
+        job = (await ann.submit()).name
+        for _ in range(20):
+            call = ann.jobs.ReadLog(job_service_pb2.ReadLogRequest(name=job, follow=True))
+            await call.read()
+            call.cancel()
+        await until(lambda: are_recorded(tmp_path / "state"))
+        assert {one["source"] for one in records(tmp_path / "state")} == {"127.0.0.1"}
 
     run(tmp_path, story)
 

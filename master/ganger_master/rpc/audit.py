@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from urllib.parse import unquote
 
 import grpc
@@ -117,6 +117,13 @@ class AuditLog:
         return self._path.with_name(f"{self._path.name}.{number}")
 
 
+class _Caller(NamedTuple):
+    """Role and name, empty for an unknown one, and the address that the call came from."""
+
+    name: str
+    source: str
+
+
 class AuditInterceptor(WrappingInterceptor):
     """Records calls once they are answered, refused ones too. It comes before the one that refuses callers.
 
@@ -136,50 +143,63 @@ class AuditInterceptor(WrappingInterceptor):
         name = method.rpartition("/")[2]
         is_recorded = method.startswith(_SERVICES) and not name.startswith(_READS)
 
-        def note(context: Any, request: Any, response: Any, error: BaseException | None) -> None:
-            if not is_recorded and not (isinstance(error, ApiError) and error.code in _REFUSALS):
+        def note(begun: _Caller | None, context: Any, request: Any, response: Any, error: BaseException | None) -> None:
+            if begun is None and not (isinstance(error, ApiError) and error.code in _REFUSALS):
                 return
             if isinstance(error, Exception) and self._failed.take(self._steady()):
                 self._left_out += 1
                 return
+            if begun is None or _is_unknown(error):
+                # A refusal comes while the call is there.
+                begun = self._caller(context, is_known=not _is_unknown(error))
             subject = str(getattr(response, "name", "") or getattr(request, "name", ""))
-            self._record(context, name, subject, _result(error), is_known=error is None or not _is_unknown(error))
+            self._record(begun, name, subject, _result(error))
+
+        def begin(context: Any) -> _Caller | None:
+            return self._caller(context, is_known=True) if is_recorded else None
 
         async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            begun = begin(context)
             try:
                 response = await behaviour(request, context)
             # A caller that hangs up cancels the call, and what it ordered may be done all the same.
             except BaseException as error:
-                note(context, request, None, error)
+                note(begun, context, request, None, error)
                 raise
-            note(context, request, response, None)
+            note(begun, context, request, response, None)
             return response
 
         async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+            begun = begin(context)
             try:
                 async for response in behaviour(request, context):
                     yield response
             except BaseException as error:
-                note(context, request, None, error)
+                note(begun, context, request, None, error)
                 raise
-            note(context, request, None, None)
+            note(begun, context, request, None, None)
 
         return rebuilt(handler, stream if inspect.isasyncgenfunction(behaviour) else answer)
 
-    def _record(self, context: Any, method: str, subject: str, result: str, *, is_known: bool) -> None:
+    def _caller(self, context: Any, *, is_known: bool) -> _Caller:
+        """Return the caller. Not after the end of a call: the generator of a stream may be closed long after it, when
+        the call behind `context` has been freed, and gRPC ends the process that looks at it."""
         try:
             # Without a certificate, the token is what makes a caller the operator of this machine.
             identity = self._callers.of(context) if is_known else self._callers.remote(context)
-            caller = "" if identity is None else f"{identity.role}/{identity.name}"
+            name = "" if identity is None else f"{identity.role}/{identity.name}"
         except ApiError as error:
             # An access token that is known names its user, although it is not taken.
             user = error.metadata.get("user", "")
-            caller = f"{CallerRole.USER}/{user}" if user else ""
+            name = f"{CallerRole.USER}/{user}" if user else ""
+        # "ipv4:10.0.0.1:7" or "ipv6:%5B::1%5D:7".
+        return _Caller(name, unquote(str(context.peer())).rpartition(":")[0].partition(":")[2].strip("[]"))
+
+    def _record(self, caller: _Caller, method: str, subject: str, result: str) -> None:
         left_out, self._left_out = self._left_out, 0
         moment = datetime.now(UTC).isoformat(timespec="milliseconds")
-        # "ipv4:10.0.0.1:7" or "ipv6:%5B::1%5D:7".
-        source = unquote(str(context.peer())).rpartition(":")[0].partition(":")[2].strip("[]")
-        self._records.append(AuditRecord(moment, caller, source, method, subject[:_LONGEST], result, left_out))
+        record = AuditRecord(moment, caller.name, caller.source, method, subject[:_LONGEST], result, left_out)
+        self._records.append(record)
 
 
 def _result(error: BaseException | None) -> str:
@@ -190,5 +210,5 @@ def _result(error: BaseException | None) -> str:
     return "INTERNAL" if isinstance(error, Exception) else "CANCELLED"
 
 
-def _is_unknown(error: BaseException) -> bool:
+def _is_unknown(error: BaseException | None) -> bool:
     return isinstance(error, ApiError) and error.code is grpc.StatusCode.UNAUTHENTICATED
