@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ganger.cluster.fit import MEMORY_SHARE
-from ganger.cluster.resources import Bandwidth, Claim, exceeds, more_bandwidth
+from ganger.cluster.resources import Bandwidth, Claim, exceeds, more_bandwidth, tasks_of
 from ganger.cluster.topology import bits
 from ganger.job_state import JobState
 from ganger.node_test import TEST_USER
@@ -165,7 +165,12 @@ def _size_and_role(state: State, gang: Gang, job: JobRecord) -> Iterator[str]:
     is_of_its_size = gang.role is GangRole.ACTIVE or (gang.role is GangRole.DESTINATION and not gang.resizes)
     if is_of_its_size and gang.devices != job.gpus:
         yield f"epoch {epoch} has {gang.devices} devices, but {job.name} has {job.gpus}"
-    if not job.spec.accepts(gang.devices):
+    ranges = [(role.tasks_min or role.tasks, role.tasks_max or role.tasks) for role in job.spec.roles]
+    if job.spec.has_role_ranges:
+        tasks = tasks_of(gang.claims)
+        if not all(least <= number <= most for number, (least, most) in zip(tasks, ranges, strict=True)):
+            yield f"epoch {epoch} has tasks {tasks}, which {job.name} does not accept"
+    elif not job.spec.accepts(gang.devices):
         yield f"epoch {epoch} has {gang.devices} devices, which {job.name} does not accept"
     if gang.role is GangRole.DESTINATION and job.next_epoch != epoch:
         yield f"epoch {epoch} is a destination of no move"

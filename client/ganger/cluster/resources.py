@@ -6,8 +6,9 @@ Everything here is immutable and ordered by name where order matters. Cores are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
+from itertools import zip_longest
 from operator import add, gt
 from typing import Final, TypeAlias
 
@@ -147,10 +148,14 @@ class TaskShape(Struct, frozen=True, gc=False):
     bandwidth: Bandwidth = ()
 
 
-class Role(Struct, frozen=True, gc=False):
+class Role(Struct, frozen=True, gc=False, omit_defaults=True):
+    """`tasks` tasks of one shape. `tasks_min`, `tasks_max`: the range of an elastic role; both zero: it has none."""
+
     name: str
     tasks: int
     shape: TaskShape
+    tasks_min: int = 0
+    tasks_max: int = 0
 
 
 class Locality(Struct, frozen=True, gc=False, rename=STORED_NAMES):
@@ -177,6 +182,11 @@ class Claim(Struct, frozen=True, gc=False, omit_defaults=True):
     # Of a gang parked at OFFLOAD: what it keeps of `memory_bytes`; no request has it.
     parked_memory_bytes: int = 0
     bandwidth: Bandwidth = ()
+
+
+def tasks_of(claims: Sequence[Claim]) -> tuple[int, ...]:
+    """Return how many tasks of each role claims have together."""
+    return tuple(map(sum, zip_longest(*[claim.tasks for claim in claims], fillvalue=0)))
 
 
 def accepts_type(wanted: str, device_type: str) -> bool:

@@ -372,7 +372,7 @@ class JobSpec(google.protobuf.message.Message):
     """False: never suspended or moved by the planner."""
     gpus_min: builtins.int
     """Elastic range in devices, whole tasks of its one role: a plan may start the job with any number in it. Zero, both:
-    as many as the role names.
+    as many as the role names, or ranges of the roles.
     """
     gpus_max: builtins.int
     agent: Global___JobSpec.Agent.ValueType
@@ -1041,13 +1041,14 @@ class Capabilities(google.protobuf.message.Message):
     CAN_RESHARD_FIELD_NUMBER: builtins.int
     CAN_MOVE_FIELD_NUMBER: builtins.int
     OFFLOAD_BY_FIELD_NUMBER: builtins.int
+    ROLE_DIVIDES_FIELD_NUMBER: builtins.int
     can_pause: builtins.bool
     can_offload: builtins.bool
     can_checkpoint: builtins.bool
     can_resize: builtins.bool
     """Its state can be brought back with another number of ranks."""
     resize_divides: builtins.int
-    """Numbers of ranks that divide this; zero allows any."""
+    """Numbers of ranks that divide this; zero allows any. Of a job of several roles, see `role_divides`."""
     is_presumed: builtins.bool
     """No agent has spoken up so far, so this is what can be had without one; it may be only starting."""
     mechanism: Global___Mechanism.ValueType
@@ -1069,6 +1070,10 @@ class Capabilities(google.protobuf.message.Message):
     def refused_mechanisms(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RefusedMechanism]:
         """Stronger ones that do not apply, strongest first."""
 
+    @property
+    def role_divides(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """By role, in the order of the roles: numbers of its tasks that divide this; zero allows any. Empty: of one role."""
+
     def __init__(
         self,
         *,
@@ -1084,8 +1089,9 @@ class Capabilities(google.protobuf.message.Message):
         can_reshard: builtins.bool = ...,
         can_move: builtins.bool = ...,
         offload_by: builtins.str = ...,
+        role_divides: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["can_checkpoint", b"can_checkpoint", "can_move", b"can_move", "can_offload", b"can_offload", "can_pause", b"can_pause", "can_reshard", b"can_reshard", "can_resize", b"can_resize", "is_presumed", b"is_presumed", "mechanism", b"mechanism", "missing", b"missing", "offload_by", b"offload_by", "refused_mechanisms", b"refused_mechanisms", "resize_divides", b"resize_divides"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["can_checkpoint", b"can_checkpoint", "can_move", b"can_move", "can_offload", b"can_offload", "can_pause", b"can_pause", "can_reshard", b"can_reshard", "can_resize", b"can_resize", "is_presumed", b"is_presumed", "mechanism", b"mechanism", "missing", b"missing", "offload_by", b"offload_by", "refused_mechanisms", b"refused_mechanisms", "resize_divides", b"resize_divides", "role_divides", b"role_divides"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Capabilities: typing_extensions.TypeAlias = Capabilities

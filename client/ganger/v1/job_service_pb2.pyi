@@ -614,17 +614,41 @@ Global___RetuneJobRequest: typing_extensions.TypeAlias = RetuneJobRequest
 class ResizeJobRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class TasksEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["key", b"key", "value", b"value"]
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
     NAME_FIELD_NUMBER: builtins.int
     GPUS_FIELD_NUMBER: builtins.int
+    TASKS_FIELD_NUMBER: builtins.int
     name: builtins.str
     gpus: builtins.int
+    """Of a job without ranges of roles."""
+    @property
+    def tasks(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """By the name of a role: its number of tasks; other roles keep theirs."""
+
     def __init__(
         self,
         *,
         name: builtins.str = ...,
         gpus: builtins.int = ...,
+        tasks: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["gpus", b"gpus", "name", b"name"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["gpus", b"gpus", "name", b"name", "tasks", b"tasks"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ResizeJobRequest: typing_extensions.TypeAlias = ResizeJobRequest

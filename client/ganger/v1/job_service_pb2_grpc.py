@@ -252,7 +252,8 @@ class JobServiceServicer(object):
 
     def ResizeJob(self, request, context):
         """Lets a running elastic job go on with another number of devices, without losing a step; one that holds none starts
-        with that number. Answers when that is durable. Errors: NOT_FOUND/JOB_NOT_FOUND,
+        with that number. A job with ranges of roles stops at a boundary with a checkpoint, and starts from that with other
+        numbers of tasks. Answers when that is durable. Errors: NOT_FOUND/JOB_NOT_FOUND,
         FAILED_PRECONDITION/{JOB_FINISHED, JOB_BUSY, NOT_RUNNING, RESIZE_REFUSED, LEVEL_UNAVAILABLE}.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -92,7 +92,8 @@ class JobServiceStub:
     """
     ResizeJob: grpc.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.ResizeJobRequest, ganger.v1.job_pb2.Job]
     """Lets a running elastic job go on with another number of devices, without losing a step; one that holds none starts
-    with that number. Answers when that is durable. Errors: NOT_FOUND/JOB_NOT_FOUND,
+    with that number. A job with ranges of roles stops at a boundary with a checkpoint, and starts from that with other
+    numbers of tasks. Answers when that is durable. Errors: NOT_FOUND/JOB_NOT_FOUND,
     FAILED_PRECONDITION/{JOB_FINISHED, JOB_BUSY, NOT_RUNNING, RESIZE_REFUSED, LEVEL_UNAVAILABLE}.
     """
     ReadLog: grpc.UnaryStreamMultiCallable[ganger.v1.job_service_pb2.ReadLogRequest, ganger.v1.job_service_pb2.LogChunk]
@@ -181,7 +182,8 @@ class JobServiceAsyncStub(JobServiceStub):
     """
     ResizeJob: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.ResizeJobRequest, ganger.v1.job_pb2.Job]  # type: ignore[assignment]
     """Lets a running elastic job go on with another number of devices, without losing a step; one that holds none starts
-    with that number. Answers when that is durable. Errors: NOT_FOUND/JOB_NOT_FOUND,
+    with that number. A job with ranges of roles stops at a boundary with a checkpoint, and starts from that with other
+    numbers of tasks. Answers when that is durable. Errors: NOT_FOUND/JOB_NOT_FOUND,
     FAILED_PRECONDITION/{JOB_FINISHED, JOB_BUSY, NOT_RUNNING, RESIZE_REFUSED, LEVEL_UNAVAILABLE}.
     """
     ReadLog: grpc.aio.UnaryStreamMultiCallable[ganger.v1.job_service_pb2.ReadLogRequest, ganger.v1.job_service_pb2.LogChunk]  # type: ignore[assignment]
@@ -339,7 +341,8 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[ganger.v1.job_pb2.Job, collections.abc.Awaitable[ganger.v1.job_pb2.Job]]:
         """Lets a running elastic job go on with another number of devices, without losing a step; one that holds none starts
-        with that number. Answers when that is durable. Errors: NOT_FOUND/JOB_NOT_FOUND,
+        with that number. A job with ranges of roles stops at a boundary with a checkpoint, and starts from that with other
+        numbers of tasks. Answers when that is durable. Errors: NOT_FOUND/JOB_NOT_FOUND,
         FAILED_PRECONDITION/{JOB_FINISHED, JOB_BUSY, NOT_RUNNING, RESIZE_REFUSED, LEVEL_UNAVAILABLE}.
         """
 

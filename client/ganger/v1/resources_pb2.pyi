@@ -229,8 +229,13 @@ class Role(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     TASKS_FIELD_NUMBER: builtins.int
     SHAPE_FIELD_NUMBER: builtins.int
+    TASKS_MIN_FIELD_NUMBER: builtins.int
+    TASKS_MAX_FIELD_NUMBER: builtins.int
     name: builtins.str
     tasks: builtins.int
+    tasks_min: builtins.int
+    """Range of its tasks: the job may start with any number in it. Zero, both: always `tasks`."""
+    tasks_max: builtins.int
     @property
     def shape(self) -> Global___TaskShape: ...
     def __init__(
@@ -239,10 +244,12 @@ class Role(google.protobuf.message.Message):
         name: builtins.str = ...,
         tasks: builtins.int = ...,
         shape: Global___TaskShape | None = ...,
+        tasks_min: builtins.int = ...,
+        tasks_max: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["shape", b"shape"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["name", b"name", "shape", b"shape", "tasks", b"tasks"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["name", b"name", "shape", b"shape", "tasks", b"tasks", "tasks_max", b"tasks_max", "tasks_min", b"tasks_min"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Role: typing_extensions.TypeAlias = Role

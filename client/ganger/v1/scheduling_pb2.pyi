@@ -681,6 +681,8 @@ class Purpose(google.protobuf.message.Message):
         """Equal time on devices among time-sliced jobs."""
         GOAL_IDLE: Purpose._Goal.ValueType  # 14
         """Off devices that it does not use."""
+        GOAL_RESIZE: Purpose._Goal.ValueType  # 15
+        """Other numbers of tasks of its roles."""
 
     class Goal(_Goal, metaclass=_GoalEnumTypeWrapper): ...
     GOAL_UNSPECIFIED: Purpose.Goal.ValueType  # 0
@@ -712,6 +714,8 @@ class Purpose(google.protobuf.message.Message):
     """Equal time on devices among time-sliced jobs."""
     GOAL_IDLE: Purpose.Goal.ValueType  # 14
     """Off devices that it does not use."""
+    GOAL_RESIZE: Purpose.Goal.ValueType  # 15
+    """Other numbers of tasks of its roles."""
 
     GOAL_FIELD_NUMBER: builtins.int
     JOB_FIELD_NUMBER: builtins.int

@@ -151,13 +151,16 @@ def role_to_wire(value: Role, into: resources_pb2.Role | None = None) -> resourc
     shape.memory_bytes = value.shape.memory_bytes
     if value.shape.bandwidth:
         shape.disk_mb_per_s, shape.net_mb_per_s = value.shape.bandwidth
+    if value.tasks_max:
+        message.tasks_min, message.tasks_max = value.tasks_min, value.tasks_max
     return message
 
 
 def role_from_wire(message: resources_pb2.Role) -> Role:
     shape = message.shape
     bandwidth = _bandwidth_from_wire(shape)
-    return Role(message.name, message.tasks, TaskShape(shape.gpus, shape.millicores, shape.memory_bytes, bandwidth))
+    task = TaskShape(shape.gpus, shape.millicores, shape.memory_bytes, bandwidth)
+    return Role(message.name, message.tasks, task, message.tasks_min, message.tasks_max)
 
 
 def _bandwidth_from_wire(message: resources_pb2.TaskShape | resources_pb2.Claim) -> Bandwidth:

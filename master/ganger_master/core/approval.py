@@ -22,6 +22,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ganger_master.core import colocation, gang_orders, reservations
+from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.job_rules import closed_nodes, closed_to_image, forbidden_nodes, node_rules, rules
 from ganger_master.core.kept_places import NOTHING, Protected, kept_by_plan, protected_from, trespass
@@ -216,6 +217,17 @@ def find_place(
         if not judge_change(state, job, claims):
             return claims, level_of(state, claims)
     return None
+
+
+def has_room_for(state: State, job: JobRecord, gang: Gang, shape: GangShape) -> bool:
+    """Return whether there is a place of this shape for a job, once the gang that it has now is gone."""
+    view = state.view.copy()
+    for claim in gang.held:
+        view.give(claim)
+    avoid = closed_to_image(state, job).keys() | closed_nodes(state, job).keys()
+    request = PlacementRequest(shape, _PATIENT, avoid=frozenset(avoid), limit=_FEW_PLACES)
+    found = GANDIVA.places(CapacityIndex.of(view), request)
+    return any(not judge_change(state, job, claims, gang.held, retune=True, shape=shape) for claims in found)
 
 
 def lacks(state: State, job: JobRecord, avoid: frozenset[str]) -> tuple[Refusal, ...]:

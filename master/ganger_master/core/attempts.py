@@ -61,7 +61,7 @@ def start(state: State, event: GangApproved) -> int:
             # Processes from an image keep the environment, and so the number, of their first start.
             job = starting_anew(job)
         state.put_gang(replace(gang, attempt=job.attempt))
-        state.put_job(replace(job, epoch=epoch, gpus_given=0 if gpus == job.spec.gpus else gpus))
+        state.put_job(replace(job.with_size_of(claims), epoch=epoch))
         # No report about the new gang can exist yet.
         state.dirty.jobs.pop(number, None)
     elif gang_orders.same_place(parked.claims, claims) and not gang_orders.is_superseded(state, parked):
@@ -97,7 +97,8 @@ def suspend(state: State, event: JobSuspended) -> None:
         # A waiting job waits again once it is parked deeper, or cannot be: no plan parked it.
         waits = job.state is JobState.PENDING
         # A drain suspends only what could not be moved in time.
-        at_epoch_end = by_plan and job.spec.is_scheduled_at_epochs and event.purpose.goal is not Goal.DRAIN
+        may_wait = by_plan and event.purpose.goal is not Goal.DRAIN
+        at_epoch_end = may_wait and gang_orders.waits_for_epoch(job, event.cause)
         parked = gang_orders.park(gang, level, now, by_plan and not waits, at_epoch_end)
         # One that rests because it did not use its GPUs does so at a deeper level, too.
         idle = gang.idle if gang.intent is GangIntent.PARK and job.state is JobState.SUSPENDED else None
@@ -273,7 +274,8 @@ def _rest(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> b
             job = replace(job, checkpoint=None, checkpoint_before=None)
         if by_user and gang.idle is not None:
             job = replace(job, trouble=_NOT_USED)
-        return _end(state, job, gang, becomes, "rests on storage", now, cause, preempted=not by_user)
+        preempted = not by_user and gang.purpose.goal is not Goal.RESIZE
+        return _end(state, job, gang, becomes, "rests on storage", now, cause, preempted=preempted)
     state.put_gang(gang_orders.rested(gang, now))
     if level is SuspendLevel.OFFLOAD:
         _note_left(state, gang, now)
@@ -309,6 +311,9 @@ def _stay(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> N
     back = gang.rested_level or (SuspendLevel.PAUSE if gang_orders.is_superseded(state, gang) else SuspendLevel.NONE)
     gang = replace(gang, refused_at=now)
     job = replace(job, revision=job.revision + 1, trouble=trouble)
+    if gang.purpose.goal is Goal.RESIZE:
+        # It keeps the size that it has.
+        job = replace(job, gpus_chosen=job.gpus_given, tasks_chosen=job.tasks_given)
     if trouble.startswith(moves.UNSAVEABLE):
         failed = {gang.park_level.name: f"it failed once: {trouble}"}
         job = replace(job, capabilities=job.capabilities.without(failed))

@@ -115,9 +115,12 @@ class RetuneJob(Struct, frozen=True, gc=False):
 
 
 class ResizeJob(Struct, frozen=True, gc=False):
+    """`gpus`: of a job without ranges of roles. `tasks`: (role, number of its tasks) pairs; other roles keep theirs."""
+
     number: int
     gpus: int
     user: str = ""
+    tasks: tuple[tuple[str, int], ...] = ()
 
 
 class RequestGang(Struct, frozen=True, gc=False):

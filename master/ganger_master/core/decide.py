@@ -15,13 +15,21 @@ from ganger_master.core.answers import Done, JobAnswer, NodeAnswer, RefusedError
 from ganger_master.core.approval import judge_change, level_of
 from ganger_master.core.colocation import per_device
 from ganger_master.core.commands import Command
-from ganger_master.core.elastic import check_resize, check_size, place_resized, rests_without_devices
+from ganger_master.core.elastic import (
+    check_resize,
+    check_size,
+    check_tasks,
+    place_resized,
+    rests_without_devices,
+    tasks_text,
+)
 from ganger_master.core.events import Decision, Event
 from ganger_master.core.gang_model import GangIntent
-from ganger_master.core.job_model import SuspendLevel
+from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.job_spec import Update
 from ganger_master.core.node_model import Node
 from ganger_master.core.placement_leases import release_gang, request_gang
+from ganger_master.core.plan_changes import Goal, Purpose
 from ganger_master.core.plans import propose_plan
 from ganger_master.core.preconditions import busy, check_move, check_suspend, find_job, not_running, unfinished
 from ganger_master.core.state import State
@@ -118,12 +126,25 @@ def _retune(state: State, command: commands.RetuneJob, now: float) -> Decision:
 
 def _resize(state: State, command: commands.ResizeJob, now: float) -> Decision:
     job = unfinished(state, command.number, "resized")
+    if command.tasks or job.spec.has_role_ranges:
+        return _resize_roles(state, job, command, now)
     if rests_without_devices(state, job):
         check_size(job, command.gpus)
         return (events.SizeChosen(now, _user(command), job.number, command.gpus),), JobAnswer(job.number)
     claims = place_resized(state, job, check_resize(state, job, command.gpus), command.gpus)
     event = events.ResizeBegun(now, _user(command), job.number, claims, level_of(state, claims))
     return (event,), JobAnswer(job.number)
+
+
+def _resize_roles(state: State, job: JobRecord, command: commands.ResizeJob, now: float) -> Decision:
+    tasks, cause = check_tasks(state, job, command.tasks), _user(command)
+    gpus = job.shape_for_tasks(tasks).gpus
+    chosen = events.SizeChosen(now, cause, job.number, gpus, tasks)
+    if not job.epoch:
+        return (chosen,), JobAnswer(job.number)
+    purpose = Purpose(Goal.RESIZE, detail=tasks_text(job.spec, tasks))
+    stop = events.JobSuspended(now, cause, job.number, SuspendLevel.CHECKPOINT, by_plan=True, purpose=purpose)
+    return (chosen, stop), JobAnswer(job.number)
 
 
 def _open_session(state: State, command: commands.OpenSession, now: float) -> Decision:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from ganger.cluster.resources import Claim, Role
+from ganger.cluster.resources import Claim, Role, tasks_of
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
@@ -203,7 +203,8 @@ def _desired_gang(party: Party, piece: Piece) -> DesiredGang:
         stop_sequence=gang.stop_sequence,
         claim=piece.claim,
         members=party.members,
-        spec=job.spec,
+        # Ranks are numbered by the tasks that the gang has.
+        spec=job.spec.with_tasks(tasks_of(gang.claims)) if job.spec.has_role_ranges else job.spec,
         user=job.user,
         restore=DesiredRestore(
             **asdict(gang.restore),

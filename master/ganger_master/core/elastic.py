@@ -4,30 +4,35 @@ A job between two sizes has two worlds: the new one is the destination of a move
 that both hold are counted once, so the cluster never needs more than the larger of the two. The old world is parked
 first, with its state in host memory, if it gives devices back or if its devices have no memory for both worlds; else it
 runs until the new one is ready. Until the commit the old world is the job.
+
+A job whose roles have ranges keeps parts of its state in different ranks. It is stopped with a checkpoint, which has
+all of them, and starts from that with other numbers of tasks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
+from typing import Any
 
 from ganger.cluster.fit import MEMORY_SHARE
 from ganger.cluster.placement import beside, resized
 from ganger.cluster.refusals import Reason, Refusal
-from ganger.cluster.resources import Claim, GangShape, LocalityLevel, more_bandwidth
+from ganger.cluster.resources import Claim, GangShape, LocalityLevel, more_bandwidth, tasks_of
 from ganger.job_state import JobState
 from ganger.text import counted
 from msgspec.structs import replace
 
 from ganger_master.core import gang_orders
 from ganger_master.core.answers import RefusedError
-from ganger_master.core.approval import judge_change
+from ganger_master.core.approval import has_room_for, judge_change
 from ganger_master.core.colocation import has_arenas
 from ganger_master.core.events import ResizeBegun, SizeChosen
 from ganger_master.core.gang_model import Gang, GangPhase, GangRole, Piece, Restore
 from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.job_rules import rules
-from ganger_master.core.preconditions import busy, not_running
+from ganger_master.core.job_spec import JobSpec
+from ganger_master.core.preconditions import busy, check_suspend, not_running
 from ganger_master.core.state import State
 
 
@@ -45,6 +50,8 @@ def shape_for(job: JobRecord, claims: Sequence[Claim], rests_for_any_size: bool 
     """Return the shape that claims with this number of devices are judged by, or why the job may not have that many.
 
     rests_for_any_size: it is parked where another number of ranks can restore its state."""
+    if job.spec.has_role_ranges:
+        return _shape_for_tasks(job, tasks_of(claims))
     gpus = devices_of(claims)
     if not job.spec.is_elastic or gpus == job.gpus:
         return job.shape
@@ -63,6 +70,37 @@ def shape_for(job: JobRecord, claims: Sequence[Claim], rests_for_any_size: bool 
         detail = "so many ranks do not divide its global batch"
         return Refusal(Reason.CLAIM_MISMATCH, figures, job=job.name, detail=detail)
     return job.shape_for(gpus)
+
+
+def _shape_for_tasks(job: JobRecord, tasks: tuple[int, ...]) -> GangShape | Refusal:
+    if tasks == job.tasks_by_role:
+        return job.shape
+    why = why_not_tasks(job, tasks) or ("it rests on its devices" if job.epoch else "")
+    if why:
+        return Refusal(Reason.CLAIM_MISMATCH, {"claimed": sum(tasks)}, job=job.name, detail=why)
+    return job.shape_for_tasks(tasks)
+
+
+def why_not_tasks(job: JobRecord, tasks: Sequence[int]) -> str:
+    """Return why a job with ranges of roles may not start with these numbers of tasks, by role; empty if it may.
+
+    That it holds a gang, and that there may be no room, is not considered."""
+    roles, capabilities = job.spec.roles, job.capabilities
+    if len(tasks) != len(roles):
+        return f"it has {counted(len(roles), 'role')}"
+    for role, number in zip(roles, tasks, strict=True):
+        least, most = (role.tasks_min, role.tasks_max) if role.tasks_max else (role.tasks, role.tasks)
+        if not least <= number <= most:
+            allowed = f"{least} to {most}" if least < most else str(most)
+            return f"role {role.name} has {allowed} tasks, not {number}"
+    if (job.checkpoint is not None or job.epoch) and not capabilities.starts_at_any_size:
+        missing = capabilities.missing.get("RESIZE", "it has not reported that it can")
+        return f"its state cannot be brought back with other numbers of tasks: {missing}"
+    for role, number, divided in zip(roles, tasks, capabilities.role_divides, strict=False):
+        if divided % number:
+            text = f"{counted(number, 'task')} of role {role.name} do not divide its global batch"
+            return f"{text} ({counted(divided, 'sample')})"
+    return ""
 
 
 def begin_resize(state: State, event: ResizeBegun) -> None:
@@ -256,9 +294,61 @@ def check_size(job: JobRecord, gpus: int) -> None:
 
 def choose_size(state: State, event: SizeChosen) -> None:
     """Record with how many devices a job is to start."""
-    job, gpus = state.jobs[event.number], event.gpus
-    state.put_job(replace(job, revision=job.revision + 1, gpus_chosen=0 if gpus == job.spec.gpus else gpus))
-    state.history(event.time, job, "size_chosen", event.cause, devices=job.gpus, becomes=gpus)
+    job, gpus, tasks = state.jobs[event.number], event.gpus, event.tasks
+    chosen = job.with_size_chosen(gpus, tasks or job.spec.tasks_by_role)
+    state.put_job(replace(chosen, revision=job.revision + 1))
+    figures: dict[str, Any] = {"devices": job.gpus, "becomes": gpus}
+    if tasks:
+        figures = {"tasks": tasks_text(job.spec, job.tasks_by_role), "becomes": tasks_text(job.spec, tasks)}
+    state.history(event.time, job, "size_chosen", event.cause, **figures)
+
+
+def tasks_text(spec: JobSpec, tasks: Sequence[int]) -> str:
+    """Return numbers of tasks as people write them: "ps=1 worker=4"."""
+    return " ".join([f"{role.name}={number}" for role, number in zip(spec.roles, tasks, strict=True)])
+
+
+def check_tasks(state: State, job: JobRecord, wanted: Sequence[tuple[str, int]]) -> tuple[int, ...]:
+    """Return the numbers of tasks, by role, with which a job of roles with ranges is to continue. Raises RefusedError.
+
+    wanted: (role, number) pairs; other roles keep theirs."""
+    names = [role.name for role in job.spec.roles]
+    form = " ".join([f"{role.name}={role.tasks}" for role in job.spec.roles if role.tasks_max])
+    if not job.spec.has_role_ranges:
+        raise _refused(job, "its roles have no ranges (`tasks: 1:4` in its job file)")
+    if not wanted:
+        raise _refused(job, f"name the tasks of its roles: `ganger resize {job.number} {form}`")
+    unknown = [name for name, _ in wanted if name not in names]
+    if unknown:
+        raise _refused(job, f"it has no role {unknown[0][:40]!r}: its roles are {', '.join(names)}")
+    numbers = dict(wanted)
+    # Of a job that is stopped to be resized, those that it is to have then.
+    present = dict(zip(names, job.tasks_by_role, strict=True))
+    tasks = tuple([numbers.get(name, present[name]) for name in names])
+    if why := why_not_tasks(job, tasks):
+        raise _refused(job, why)
+    if job.epoch:
+        _check_stop(state, job, tasks)
+    elif not rests_without_devices(state, job):
+        raise busy(job, "it ends")
+    return tasks
+
+
+def _check_stop(state: State, job: JobRecord, tasks: tuple[int, ...]) -> None:
+    """Raise RefusedError unless a running job can be stopped, and has room then for these numbers of tasks."""
+    gang = state.gangs.get(job.epoch)
+    if job.next_epoch or job.ending is not None:
+        raise busy(job, "it is being moved or ends")
+    if job.state is not JobState.HOLDING or gang is None or gang.phase is not GangPhase.RUNNING:
+        raise not_running(job, gang)
+    if tasks == tasks_of(gang.claims):
+        raise _refused(job, f"it has {tasks_text(job.spec, tasks)}")
+    check_suspend(state, job, SuspendLevel.CHECKPOINT)
+    shape = job.shape_for_tasks(tasks)
+    if refusals := rules(state, job, shape.gpus):
+        raise _refused(job, refusals[0].message)
+    if not has_room_for(state, job, gang, shape):
+        raise _refused(job, f"there is no room for {tasks_text(job.spec, tasks)} (`ganger nodes` shows what is free)")
 
 
 def _bounds_refused(job: JobRecord, gpus: int) -> RefusedError:

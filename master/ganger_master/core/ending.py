@@ -151,7 +151,7 @@ def complete(state: State, job: JobRecord, gangs: Sequence[Gang], now: float, ca
         revision=job.revision + 1,
     )
     if source is not None:
-        job = replace(job, gpus_given=0 if source.devices == job.spec.gpus else source.devices)
+        job = job.with_size_of(source.claims)
         state.put_gang(replace(source, role=GangRole.ACTIVE))
     if becomes.is_finished:
         _finish(state, job, now, cause)

@@ -151,10 +151,11 @@ class ResizeBegun(Event, frozen=True, gc=False):
 
 
 class SizeChosen(Event, frozen=True, gc=False):
-    """Of a job that holds no devices: how many it starts with."""
+    """With how many devices, or tasks by role, a job starts next."""
 
     number: int
     gpus: int
+    tasks: tuple[int, ...] = ()
 
 
 class CoresChanged(Event, frozen=True, gc=False):

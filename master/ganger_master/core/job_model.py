@@ -6,11 +6,11 @@ Times are Unix seconds, memory is bytes, cores are millicores, node and job name
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Final
 
-from ganger.cluster.resources import STORED_NAMES, GangShape
+from ganger.cluster.resources import STORED_NAMES, Claim, GangShape, tasks_of
 from ganger.job_state import JobState
 from ganger.protocol.gang_orders import Mechanism
 from msgspec import Struct, field
@@ -52,9 +52,9 @@ class Capabilities(Struct, frozen=True, gc=False, omit_defaults=True):
 
     `missing`: why a level is not offered, by its name; under MOVE why the job cannot move, under TURNS why it cannot be
     time-sliced. `resize`: its state can be restored by another number of ranks, which must divide `resize_divides`
-    (zero: any); `reshard`: only from a checkpoint on storage. `presumed`: no agent has reported yet, perhaps because it
-    is only starting. `withdrawn`: the part of `missing` that failed once and is not offered again, whatever the ranks
-    of a later attempt report.
+    (zero: any); `reshard`: only from a checkpoint on storage. `role_divides`: what numbers of tasks must divide, by
+    role. `presumed`: no agent has reported yet, perhaps because it is only starting. `withdrawn`: the part of `missing`
+    that failed once and is not offered again, whatever the ranks of a later attempt report.
     `refused_mechanisms`: stronger ones than the one in use, strongest first; `offload_by`: how OFFLOAD is done where
     no agent does it.
     """
@@ -66,6 +66,7 @@ class Capabilities(Struct, frozen=True, gc=False, omit_defaults=True):
     known: bool = False
     resize: bool = False
     resize_divides: int = 0
+    role_divides: tuple[int, ...] = ()
     reshard: bool = False
     presumed: bool = False
     withdrawn: Mapping[str, str] = field(default_factory=dict)
@@ -192,8 +193,11 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED
     next_epoch: int = 0
     # Devices of its newest gang, where that are not as many as its roles name; else zero.
     gpus_given: int = 0
-    # Devices with which it is to start, as `resize` chose while it held none; zero: as many as its roles name.
+    # Devices with which it is to start, as `resize` chose; zero: as many as its roles name.
     gpus_chosen: int = 0
+    # The same two by role, of a job whose roles have ranges; empty: as its roles name.
+    tasks_given: tuple[int, ...] = ()
+    tasks_chosen: tuple[int, ...] = ()
     failures: int = 0
     # Failures in a row that came soon, and the end of the backoff for them; zero: it waits only for a place.
     failed_in_row: int = 0
@@ -305,6 +309,11 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED
         return self._other_size or self.spec.gpus
 
     @property
+    def tasks_by_role(self) -> tuple[int, ...]:
+        """Number of tasks of each role of the gang that the job has or requests."""
+        return tuple([role.tasks for role in self.shape.roles])
+
+    @property
     def _other_size(self) -> int:
         return self.gpus_given if self.is_bound else self.gpus_chosen
 
@@ -314,15 +323,38 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED
         return self.shape_with(self.arena_bytes_per_device)
 
     def shape_with(self, arena_bytes_per_device: int) -> GangShape:
-        return self._shape(arena_bytes_per_device, self._other_size)
+        gpus, tasks = (self.gpus_given, self.tasks_given) if self.is_bound else (self.gpus_chosen, self.tasks_chosen)
+        return self._shape(arena_bytes_per_device, gpus, tasks)
 
     def shape_for(self, gpus: int) -> GangShape:
         """Return its shape with that many devices, by its measured memory."""
         return self._shape(self.arena_bytes_per_device, gpus)
 
-    def _shape(self, arena_bytes_per_device: int, gpus: int) -> GangShape:
+    def shape_for_tasks(self, tasks: tuple[int, ...]) -> GangShape:
+        """Return its shape with these numbers of tasks by role, by its measured memory."""
+        return self._shape(self.arena_bytes_per_device, 0, tasks)
+
+    def _shape(self, arena_bytes_per_device: int, gpus: int, tasks: tuple[int, ...] = ()) -> GangShape:
         used, memory = self.used_device_bytes, self.task_memory_bytes
-        return self.spec.shape(arena_bytes_per_device, used, gpus, memory, self.partition.name, self.closed_nodes)
+        partition, closed_nodes = self.partition.name, self.closed_nodes
+        return self.spec.shape(arena_bytes_per_device, used, gpus, memory, partition, closed_nodes, tasks)
+
+    def with_size_of(self, claims: Sequence[Claim]) -> JobRecord:
+        """Return the job with the size of its newest gang, which has these claims."""
+        gpus = sum([claim.device_mask.bit_count() for claim in claims])
+        job = replace(self, gpus_given=0 if gpus == self.spec.gpus else gpus)
+        if not self.spec.has_role_ranges:
+            return job
+        tasks = tasks_of(claims)
+        return replace(job, tasks_given=() if tasks == self.spec.tasks_by_role else tasks)
+
+    def with_size_chosen(self, gpus: int, tasks: tuple[int, ...]) -> JobRecord:
+        """Return the job that is to start with so many devices, or tasks by role."""
+        return replace(
+            self,
+            gpus_chosen=0 if gpus == self.spec.gpus else gpus,
+            tasks_chosen=() if tasks == self.spec.tasks_by_role else tasks,
+        )
 
     @property
     def priority(self) -> int:
@@ -348,6 +380,14 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED
         if terms == NO_TERMS:
             return self.spec
         return replace(self.spec, partition=terms.name, preemptible=self.preemptible, time_limit_s=self.time_limit_s)
+
+    @property
+    def spec_now(self) -> JobSpec:
+        """Return the spec in force, with the tasks that its gang has, had at the end, or is to have."""
+        spec = self.spec_in_force
+        if not spec.has_role_ranges:
+            return spec
+        return spec.with_tasks(self.tasks_given or spec.tasks_by_role if self.state.is_finished else self.tasks_by_role)
 
     @property
     def task_memory_bytes(self) -> int:

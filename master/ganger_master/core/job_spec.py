@@ -123,13 +123,31 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED_N
         return sum([role.tasks for role in self.roles])
 
     @property
+    def tasks_by_role(self) -> tuple[int, ...]:
+        return tuple([role.tasks for role in self.roles])
+
+    @property
     def is_elastic(self) -> bool:
+        """Whether it has a range of devices; one with ranges of its roles has none (`has_role_ranges`)."""
         return self.gpus_max > 0
+
+    @property
+    def has_role_ranges(self) -> bool:
+        """Whether the number of tasks of one of its roles may change."""
+        return any(role.tasks_min or role.tasks_max for role in self.roles)
 
     @property
     def most_tasks(self) -> int:
         """The most tasks that its gang may have at one time."""
-        return max(self.tasks, self.gpus_max // self.roles[0].shape.gpus) if self.is_elastic else self.tasks
+        if self.is_elastic:
+            return max(self.tasks, self.gpus_max // self.roles[0].shape.gpus)
+        return sum([max(role.tasks, role.tasks_max) for role in self.roles])
+
+    def with_tasks(self, tasks: Sequence[int]) -> JobSpec:
+        """Return the spec with these numbers of tasks, by role."""
+        if tasks == self.tasks_by_role:
+            return self
+        return replace(self, roles=_roles_with(self.roles, tasks))
 
     def accepts(self, gpus: int) -> bool:
         """Return whether its gang may have so many devices."""
@@ -145,14 +163,18 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED_N
         task_memory_bytes: int = 0,
         partition: str = "",
         closed_nodes: frozenset[str] = frozenset(),
+        tasks: Sequence[int] = (),
     ) -> GangShape:
         """Return the shape of the job's gang with `gpus` devices, a number that it accepts; zero: as its roles name.
 
+        `tasks`: numbers of tasks by role, instead of `gpus`.
         `used_device_bytes`, `task_memory_bytes`: needs of a device and of a task in host memory, as measured.
         `partition`: that which the job is in. `closed_nodes`: those that it may not use."""
         named, roles = self.gpu_memory_bytes, self.roles
         needed = named if named > used_device_bytes else used_device_bytes
-        if gpus:
+        if tasks:
+            roles = _roles_with(roles, tasks)
+        elif gpus:
             roles = (replace(roles[0], tasks=gpus // roles[0].shape.gpus),)
         return GangShape(
             roles,
@@ -165,6 +187,10 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED_N
             partition=partition,
             closed_nodes=closed_nodes,
         )
+
+
+def _roles_with(roles: Sequence[Role], tasks: Sequence[int]) -> tuple[Role, ...]:
+    return tuple([replace(role, tasks=number) for role, number in zip(roles, tasks, strict=True)])
 
 
 class Update(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED_NAMES):

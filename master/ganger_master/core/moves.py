@@ -136,14 +136,12 @@ def commit(state: State, job: JobRecord, now: float, cause: str) -> bool:
         return False
     state.put_gang(replace(source, role=GangRole.SOURCE, phase=GangPhase.PARKED, stop_step=step))
     state.put_gang(gang_orders.run(destination, now))
-    gpus = destination.devices
     if not destination.restore.parked_epoch:
         # Its script begins anew there, from what it has saved itself.
         job = starting_anew(job)
     state.put_job(
         replace(
-            ending.clock_stopped(job, now),
-            gpus_given=0 if gpus == job.spec.gpus else gpus,
+            ending.clock_stopped(job, now).with_size_of(destination.claims),
             epoch=destination.epoch,
             next_epoch=0,
             moved_from=source.epoch,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import zip_longest
 from operator import attrgetter
 from typing import Final
 
@@ -286,6 +287,9 @@ def _common(gang: Gang) -> Capabilities:
         known=True,
         resize=all(capabilities.resize for capabilities in known),
         resize_divides=math.gcd(*[capabilities.resize_divides for capabilities in known]),
+        role_divides=tuple(
+            [math.gcd(*one) for one in zip_longest(*[each.role_divides for each in known], fillvalue=0)]
+        ),
         reshard=all(capabilities.reshard for capabilities in known),
         presumed=any(capabilities.presumed for capabilities in known),
         mechanism=weakest.mechanism,

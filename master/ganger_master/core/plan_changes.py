@@ -42,6 +42,8 @@ class Goal(StrEnum):
     FAIRNESS = "FAIRNESS"
     # Release devices that the job does not use.
     IDLE = "IDLE"
+    # Continue with other numbers of tasks of its roles.
+    RESIZE = "RESIZE"
 
 
 class Purpose(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED_NAMES):

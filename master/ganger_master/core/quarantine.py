@@ -253,13 +253,12 @@ def give_gang(state: State, job: JobRecord, gang: Gang, now: float, cause: str) 
     state.put_gang(gang)
     state.put_job(
         replace(
-            job,
+            job.with_size_of(gang.claims),
             state=JobState.SUSPENDED if rests else JobState.HOLDING,
             revision=job.revision + 1,
             pending_since=0.0,
             epoch=gang.epoch,
             next_epoch=0,
-            gpus_given=0 if gang.devices == job.spec.gpus else gang.devices,
             again_at=0.0,
             ending=None,
             running_since=0.0 if rests else job.running_since or now,

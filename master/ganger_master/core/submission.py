@@ -8,6 +8,7 @@ from signal import Signals
 from ganger.cluster.placement import impossible
 from ganger.cluster.resources import DIMENSIONS
 from ganger.protocol.gang_orders import Mechanism
+from ganger.text import counted
 
 from ganger_master.core import dependencies
 from ganger_master.core.accounting import beyond
@@ -138,7 +139,7 @@ def wrong_wishes(spec: JobSpec) -> tuple[tuple[str, str], ...]:
         *_wrong_mechanism(spec),
         *_wrong_texts(spec),
         *_wrong_roles(spec),
-        *_wrong_sizes(spec),
+        *(_wrong_role_ranges(spec) if spec.has_role_ranges else _wrong_sizes(spec)),
     )
 
 
@@ -309,6 +310,18 @@ def _wrong_roles(spec: JobSpec) -> Iterator[tuple[str, str]]:
                 yield f"{path}[{index}].shape.{name}", f"from 0 to {_MB_PER_S_LIMIT}"
     if spec.nodes > max(1, tasks):
         yield "spec.nodes", "more nodes than tasks"
+
+
+def _wrong_role_ranges(spec: JobSpec) -> Iterator[tuple[str, str]]:
+    for index, role in enumerate(spec.roles):
+        least, most = role.tasks_min, role.tasks_max
+        if (least or most) and not 1 <= least <= role.tasks <= most <= _TASKS_LIMIT:
+            bounds = f"at least 1, at most {_TASKS_LIMIT}, with the {counted(role.tasks, 'task')} of the role in it"
+            yield f"spec.roles[{index}].tasks_max", f"the range of a role: {bounds}"
+    if spec.gpus_min or spec.gpus_max:
+        yield "spec.gpus_max", "does not go with ranges of roles"
+    if spec.nodes:
+        yield "spec.nodes", "a job with ranges of its roles cannot say on how many nodes it is"
 
 
 def _wrong_sizes(spec: JobSpec) -> Iterator[tuple[str, str]]:

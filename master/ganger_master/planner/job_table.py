@@ -187,7 +187,7 @@ class LiveTable:
         """Take over the size of an elastic job and what `ganger update` may change: the priority at any time, the
         other requests before the start."""
         spec = job.spec
-        if spec.is_elastic:
+        if spec.is_elastic or spec.has_role_ranges:
             self._integers[1, row] = job.gpus
         before = self.jobs[row]
         if before is not None and before.spec is not spec:

@@ -84,7 +84,7 @@ _CAPABILITIES: Final = (
 def capabilities_to_wire(value: Capabilities) -> job_pb2.Capabilities:
     return job_pb2.Capabilities(
         **plain(value, _CAPABILITIES),
-        **plain(value, "can_move offload_by"),
+        **plain(value, "can_move offload_by role_divides"),
         missing=dict(value.missing),
         mechanism=mechanism_to_wire(value.mechanism),
         refused_mechanisms=[
@@ -101,6 +101,7 @@ def capabilities_from_wire(message: job_pb2.Capabilities) -> Capabilities:
         missing={level[:_WHY_MOST]: cut(why, _WHY_MOST) for level, why in missing},
         known=True,
         mechanism=mechanism_from_wire(message.mechanism),
+        role_divides=tuple(message.role_divides[: _ENTRIES_MOST["roles"]]),
         offload_by=cut(message.offload_by, _WHY_MOST),
         refused_mechanisms=tuple(
             RefusedMechanism(mechanism_from_wire(one.mechanism), cut(one.reason, _WHY_MOST))
@@ -336,7 +337,7 @@ def job_to_wire(
         trouble=job.trouble or trouble_of(gang),
         attempt=job.attempt if job.starts or gang is not None else 0,
     )
-    spec_to_wire(job.spec_in_force, with_environment=with_environment, into=message.spec)
+    spec_to_wire(job.spec_now, with_environment=with_environment, into=message.spec)
     message.create_time.CopyFrom(times.timestamp(job.create_time))
     if job.start_time:
         message.start_time.CopyFrom(times.timestamp(job.start_time))

@@ -246,7 +246,8 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
 
     async def ResizeJob(self, request: job_service_pb2.ResizeJobRequest, context: Any) -> job_pb2.Job:
         number, user = self._reached(request.name, context)
-        return await self._change(commands.ResizeJob(number, request.gpus, user), context)
+        tasks = tuple(sorted(request.tasks.items()))
+        return await self._change(commands.ResizeJob(number, request.gpus, user, tasks), context)
 
     async def ReadLog(
         self, request: job_service_pb2.ReadLogRequest, context: Any
