@@ -16,6 +16,7 @@ import pytest
 from ganger.agent.v1 import agent_pb2
 from ganger.injob import state_image
 from ganger.injob.launcher.process_record import publish as publish_here
+from ganger.v1 import resources_pb2
 from ganger_daemon.checkpoints import gang_checkpoints as keeper_module
 from ganger_daemon.checkpoints.gang_checkpoints import (
     GangCheckpoints,
@@ -37,16 +38,24 @@ from ganger_daemon.checkpoints.storage import (
     verify,
 )
 from ganger_daemon.gang.gang_context import LocalPart
-from ganger_daemon.gang.launch_plan import LaunchRefusedError, StateOutdatedError, StateUnreadableError, restore_plan
+from ganger_daemon.gang.launch_plan import (
+    LaunchRefusedError,
+    StateOutdatedError,
+    StateUnreadableError,
+    restore_plan,
+    role_place,
+    source_of,
+)
 from ganger_daemon.node.node_context import Storage
 
 UID = "2f1c7c9e-5f4e-4a8e-9d55-1f1f4e1d2b10"
 
 
-def make(directory: Path, step: int, epoch: int = 1, world: int = 2) -> Path:
+def make(directory: Path, step: int, epoch: int = 1, world: int = 2, roles: dict[str, int] | None = None) -> Path:
     shards = write_shards(directory, step, epoch, world)
     tmp, final = directory / f"{step}-{epoch}.tmp", directory / f"{step}-{epoch}"
-    publish_here(str(tmp), str(final), manifest(ShardCollection(world, step).add(step, shards), "job", epoch, 0.0))
+    content = manifest(ShardCollection(world, step).add(step, shards), "job", epoch, 0.0, roles)
+    publish_here(str(tmp), str(final), content)
     return final
 
 
@@ -304,6 +313,33 @@ def test_a_node_starts_from_just_the_checkpoint_it_is_told_and_reads_its_own_sha
         restore_plan(desired, tmp_path, LocalPart((1,), (1,), 2, False))
     with pytest.raises(StateUnreadableError, match="is of step 9 and 2 ranks"):
         restore_plan(desired, tmp_path, LocalPart((0,), (1,), 1, True))
+
+
+def test_each_rank_starts_from_a_shard_of_its_role_where_the_tasks_of_roles_have_changed(tmp_path: Path) -> None:
+    saved = make(tmp_path / UID / "checkpoints", 9, world=3, roles={"ps": 1, "worker": 2})
+    desired = agent_pb2.DesiredGang(job_uid=UID, restore=agent_pb2.Restore(checkpoint_path="checkpoints/9-1", step=9))
+    roles = [resources_pb2.Role(name="ps", tasks=3, tasks_max=3), resources_pb2.Role(name="worker", tasks=4)]
+    desired.spec.roles.extend(roles)
+    part = LocalPart(tuple(range(7)), (0,) * 7, 7, True, roles={"ps": 3, "worker": 4})
+    plan = restore_plan(desired, tmp_path, part)
+    assert (plan.world, plan.roles) == (3, {"ps": 1, "worker": 2})
+    found = [source_of(plan, rank, role_place(desired.spec, part, rank)) for rank in range(7)]
+    assert [one["rank"] for one in found] == [0, 0, 0, 1, 2, 1, 2]
+    assert [(one["first"], one["ranks"]) for one in found] == [(0, 1)] * 3 + [(1, 2)] * 4
+    # A server may need parts of any shard.
+    damage(saved / "rank-2.shard")
+    (tmp_path / ".ganger-token").write_text("token\n")
+    with pytest.raises(StateUnreadableError, match=r"rank-2\.shard"):
+        restore_plan(desired, tmp_path, LocalPart((0,), (1,), 7, False, roles={"ps": 3, "worker": 4}))
+
+
+@pytest.mark.parametrize("roles", [None, {"server": 1, "worker": 1}])
+def test_a_checkpoint_of_other_roles_is_not_started_from(tmp_path: Path, roles: dict[str, int] | None) -> None:
+    make(tmp_path / UID / "checkpoints", 9, roles=roles)
+    (tmp_path / ".ganger-token").write_text("token\n")
+    desired = agent_pb2.DesiredGang(job_uid=UID, restore=agent_pb2.Restore(checkpoint_path="checkpoints/9-1", step=9))
+    with pytest.raises(StateUnreadableError, match="is of step 9 and 2 ranks"):
+        restore_plan(desired, tmp_path, LocalPart((0,), (1,), 3, True, roles={"ps": 1, "worker": 2}))
 
 
 def test_storage_that_went_away_is_no_damaged_checkpoint(tmp_path: Path) -> None:

@@ -100,6 +100,7 @@ def test_the_tasks_of_each_role_have_their_own_program_variables_and_devices() -
         assert [found[rank]["COMMON"] for rank in (0, 1)] == ["all", "theirs"]
         assert [found[rank]["GANGER_DEVICES"] for rank in range(4)] == ["", "0,1", "0,1", "0"]
         assert [found[rank]["ROLE_NAME"] for rank in (0, 1)] == ["ps", "worker"]
+        assert [json.loads(found[rank]["GANGER_ROLE_SIZES"]) for rank in (0, 3)] == [{"ps": 1, "worker": 3}] * 2
         hosts = json.loads(found[0]["GANGER_ROLE_HOSTS"])
         assert (len(hosts["ps"]), len(hosts["worker"])) == (1, 3)
         assert {host for hosts in hosts.values() for host in hosts} == {"127.0.0.1"}

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -76,7 +76,7 @@ class GangCheckpoints:
     """`publish(tmp, final, manifest)` blocks (the launcher does it) and raises StorageError, or OSError for what may
     pass; `report`, of a member, sends the leader shards or a refusal, and returns whether the checkpoint is published.
     `wanted`: checkpoints the master would start the job from; None: not known, and nothing is removed. `run` calls
-    functions that block. `on_node`: of gangs whose checkpoints do not lie on storage."""
+    functions that block. `on_node`: of gangs whose checkpoints do not lie on storage. `roles`: as of `LocalPart`."""
 
     def __init__(
         self,
@@ -90,6 +90,7 @@ class GangCheckpoints:
         wanted: frozenset[CheckpointName] | None = frozenset(),
         run: Run = asyncio.to_thread,
         on_node: OnNode | None = None,
+        roles: Mapping[str, int] | None = None,
     ) -> None:
         self._job_uid = job_uid
         self._epoch = epoch
@@ -101,6 +102,7 @@ class GangCheckpoints:
         self.wanted = wanted
         self._run = run
         self._on_node = on_node
+        self._roles = roles
         self._copying: asyncio.Future[None] | None = None
         self._collections: dict[int, ShardCollection] = {}
         self._described: dict[tuple[int, int], Shard] = {}  # By (agreement, rank)
@@ -272,7 +274,8 @@ class GangCheckpoints:
             if self._on_node is not None:
                 self._on_node.collect(tmp, collection.shards.values())
             hit("mid-fsync")
-            self._publish(tmp, final, manifest(collection, self._job_uid, self._epoch, time.time()))
+            content = manifest(collection, self._job_uid, self._epoch, time.time(), self._roles)
+            self._publish(tmp, final, content)
             hit("after-rename")
         name = CheckpointName(collection.step, self._epoch)
         self.published = self._found(storage, name, collection.place)

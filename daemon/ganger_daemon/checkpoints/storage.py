@@ -114,6 +114,8 @@ class Manifest(msgspec.Struct, frozen=True, gc=False):
     epoch: int | None = None
     job_uid: str = ""
     time: float = 0.0
+    # The tasks of each role in the order of the ranks, of a job in which these numbers may change; else empty.
+    roles: dict[str, int] = {}
 
     @property
     def size_bytes(self) -> int:
@@ -130,6 +132,8 @@ def read_manifest(directory: Path) -> Manifest:
         raise ValueError(f"{MANIFEST} is not a manifest: {error}") from error
     if found.format > MANIFEST_FORMAT:
         raise ValueError(f"{MANIFEST} has format {found.format}; this Ganger reads formats up to {MANIFEST_FORMAT}")
+    if found.roles and (min(found.roles.values()) < 1 or sum(found.roles.values()) != found.world):
+        raise ValueError(f"{MANIFEST} lists {found.roles} tasks of {found.world} ranks")
     if len(found.files) != found.world:
         raise ValueError(f"{MANIFEST} lists {len(found.files)} of {found.world} shards")
     return found
@@ -218,7 +222,9 @@ class ShardCollection:
         return len(self.shards) == self.world
 
 
-def manifest(collection: ShardCollection, job_uid: str, epoch: int, time_s: float) -> dict[str, Any]:
+def manifest(
+    collection: ShardCollection, job_uid: str, epoch: int, time_s: float, roles: Mapping[str, int] | None = None
+) -> dict[str, Any]:
     assert collection.complete, "a manifest is written when all shards are there"
     return {
         "format": MANIFEST_FORMAT,
@@ -227,6 +233,7 @@ def manifest(collection: ShardCollection, job_uid: str, epoch: int, time_s: floa
         "step": collection.step,
         "world": collection.world,
         "time": time_s,
+        **({"roles": dict(roles)} if roles else {}),
         "files": {
             shard_name(shard.rank): {
                 "rank": shard.rank,
@@ -354,7 +361,7 @@ def verify(directory: Path, ranks: tuple[int, ...] | None = None) -> Manifest | 
     """Check manifest, sizes and digests, and that each shard is the one its manifest names. Blocks.
 
     `ranks`: only the shards that these ranks start from are read. In a larger world than the one that saved, several
-    ranks start from one shard."""
+    ranks start from one shard. None: all."""
     try:
         manifest = read_manifest(directory)
         name = parse_final(directory.name)

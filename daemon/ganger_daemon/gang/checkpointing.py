@@ -79,6 +79,7 @@ class CheckpointCoordinator(OfGang):
             _names(desired.kept_checkpoints),
             partial(self._host.storage.work.run, within_s=_WORK_S),
             OnNode(self._host.node, self._collect, self._copy) if self._part.on_nodes else None,
+            self._part.roles,
         )
         self._copy_peers: tuple[str, ...] = tuple(desired.copy_peers)
         self._work: asyncio.Task[None] | None = None

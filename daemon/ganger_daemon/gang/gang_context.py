@@ -8,8 +8,8 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,7 +53,8 @@ class CorePool:
 @dataclass(frozen=True, slots=True)
 class LocalPart:
     """This node's share of a gang: global ranks ascending, and the devices of each. `pools`: its ranks by role, each
-    with cores of its own; empty where all ranks share the gang's cores."""
+    with cores of its own; empty where all ranks share the gang's cores. `roles`: the tasks of each role in the whole
+    gang, in the order of the ranks, of a job in which these numbers may change; else empty."""
 
     ranks: tuple[int, ...]
     device_masks: tuple[int, ...]
@@ -62,6 +63,7 @@ class LocalPart:
     pools: tuple[CorePool, ...] = ()
     # Its checkpoints are kept on its leader's own disk.
     on_nodes: bool = False
+    roles: Mapping[str, int] = field(default_factory=dict)
 
 
 def order_key(message: agent_pb2.OrderKey) -> OrderKey:
@@ -115,7 +117,18 @@ def local_part(desired: agent_pb2.DesiredGang, node: str, configuration_set: Con
     world = sum(len(member.ranks) for member in desired.members)
     pools = core_pools(desired, ranks, configuration_set)
     leads = desired.members[0].node == mine[0].node
-    return LocalPart(ranks, _device_masks(desired, ranks), world, leads, pools, desired.checkpoints_on_nodes)
+    roles = tasks_by_role(desired.spec) if has_role_ranges(desired.spec) else {}
+    return LocalPart(ranks, _device_masks(desired, ranks), world, leads, pools, desired.checkpoints_on_nodes, roles)
+
+
+def has_role_ranges(spec: job_pb2.JobSpec) -> bool:
+    """Return whether the number of tasks of one of a job's roles may change."""
+    return any(role.tasks_max for role in spec.roles)
+
+
+def tasks_by_role(spec: job_pb2.JobSpec) -> dict[str, int]:
+    """Return the tasks of each role of a gang, in the order of its ranks."""
+    return {role.name: role.tasks for role in spec.roles}
 
 
 def core_pools(

@@ -8,7 +8,7 @@ import os
 import pwd
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -26,7 +26,7 @@ from ganger.wire.resource_names import parse_job_name, parse_node_name
 from ganger_daemon.checkpoints.node_checkpoints import Fetcher, FetchError
 from ganger_daemon.checkpoints.storage import Unreadable, newest_found, parse_final, shard_name, token_found, verify
 from ganger_daemon.core.part_facts import FoundCheckpoint, PartOutcomeKind
-from ganger_daemon.gang.gang_context import GangContext, LocalPart
+from ganger_daemon.gang.gang_context import GangContext, LocalPart, tasks_by_role
 from ganger_daemon.images.packing import facts_of
 from ganger_daemon.node.accounts import UMASK, Account
 from ganger_daemon.node.daemon_files import GangPaths, write_json
@@ -93,6 +93,8 @@ class RestorePlan:
     step: int = 0
     # Number of ranks that saved it; zero where it does not matter.
     world: int = 0
+    # The tasks of each role then, of a job in which these numbers may change; else empty.
+    roles: Mapping[str, int] = field(default_factory=dict)
 
 
 class RolePlace(NamedTuple):
@@ -116,6 +118,12 @@ def role_place(spec: job_pb2.JobSpec, part: LocalPart, rank: int) -> RolePlace:
             first += size
     local = [other for other in part.ranks if first <= other < first + size]
     return RolePlace(name, rank - first, size, local.index(rank), len(local))
+
+
+def ranks_of_role(roles: Mapping[str, int], name: str) -> range:
+    """Return the ranks of a role in a gang with these numbers of tasks."""
+    first = sum(list(roles.values())[: list(roles).index(name)])
+    return range(first, first + roles[name])
 
 
 def program_of(spec: job_pb2.JobSpec, role: str) -> tuple[list[str], Mapping[str, str]]:
@@ -208,20 +216,21 @@ def restore_plan(
     path = Path(desired.restore.checkpoint_path)
     if not path.is_absolute():
         path = storage / desired.job_uid / path
-    found = verify(path, part.ranks)
+    # Where the tasks of roles change, a rank may need parts that any other rank has saved.
+    found = verify(path, None if part.roles else part.ranks)
     if isinstance(found, Unreadable):
         # The token is checked last: a checkpoint that vanished with its storage is not damaged.
         if not found.is_lasting or not (desired.restore.checkpoint_streams or token_found(storage)):
             raise LaunchRefusedError(f"checkpoint {path} cannot be read now: {found.why}")
         left = _on_storage(desired, storage, nodes)
         raise StateUnreadableError(f"checkpoint {path} cannot be restored: {found.why}", left)
-    may_differ = desired.spec.gpus_max > 0
+    may_differ = desired.spec.gpus_max > 0 or (part.roles and found.roles.keys() == part.roles.keys())
     if found.step < desired.restore.step or not (found.world == part.world or may_differ):
         is_of = f"is of step {found.step} and {counted(found.world, 'rank')}"
         text = f"checkpoint {path} {is_of}, not of {desired.restore.step} and {part.world}"
         raise StateUnreadableError(text, _on_storage(desired, storage, nodes))
     kind = "checkpoint" if facts_of(path / shard_name(0)) is None else "image"
-    return RestorePlan(kind, str(path), found.step, found.world)
+    return RestorePlan(kind, str(path), found.step, found.world, found.roles if part.roles else {})
 
 
 def restore_from_nodes(
@@ -290,7 +299,7 @@ def image_arena_name(paths: GangPaths, rank: int) -> str:
 def is_distributed(desired: agent_pb2.DesiredGang, part: LocalPart) -> bool:
     """Return whether its tasks get the variables of torchrun: several tasks, one that may become several, or one whose
     spec requests them. Scripts that find them start a process group."""
-    return part.world > 1 or desired.spec.gpus_max > 0 or desired.spec.distributed
+    return part.world > 1 or desired.spec.gpus_max > 0 or bool(part.roles) or desired.spec.distributed
 
 
 def hosts_by_role(desired: agent_pb2.DesiredGang) -> dict[str, list[str]]:
@@ -319,6 +328,8 @@ def job_environment(
         "GANGER_ROLE_SIZE": str(role.size),
     }
     has_roles = len(desired.spec.roles) > 1
+    if has_roles:
+        environment["GANGER_ROLE_SIZES"] = json.dumps(tasks_by_role(desired.spec))
     if has_roles and len(hosts := json.dumps(hosts_by_role(desired))) <= _HOSTS_MOST:
         environment["GANGER_ROLE_HOSTS"] = hosts
     if is_distributed(desired, part):
@@ -332,12 +343,20 @@ def job_environment(
     return environment
 
 
-def _write_restore(paths: GangPaths, rank: int, restore: RestorePlan, ahead: int) -> str:
+def source_of(restore: RestorePlan, rank: int, role: RolePlace) -> dict[str, int]:
+    """Return which rank saved what a rank starts from and, where roles have ranges, all ranks of its role there."""
+    if not restore.roles:
+        return {"rank": rank % restore.world if restore.world else rank}
+    saved = ranks_of_role(restore.roles, role.name)
+    return {"rank": saved[role.number % len(saved)], "first": saved.start, "ranks": len(saved)}
+
+
+def _write_restore(paths: GangPaths, rank: int, role: RolePlace, restore: RestorePlan, ahead: int) -> str:
     """Write what a rank reads of the state that it starts from. Return the file's path; empty where there is none."""
     if not restore.kind or restore.kind == "image":
         return ""
     fields = {"kind": restore.kind, "path": restore.path, "step": restore.step, "size": ahead}
-    fields["rank"] = rank % restore.world if restore.world else rank
+    fields |= source_of(restore, rank, role)
     write_json(paths.restore(rank), fields, mode=paths.read_mode)
     return str(paths.restore(rank))
 
@@ -359,7 +378,8 @@ def launch_mapping(
     `devices`: variables of the devices that the rank sees."""
     host, paths, part = context.host, context.paths, context.part
     ahead = bytes_ahead_per_rank(desired, len(part.ranks), arena_bytes)
-    command, own_environment = program_of(desired.spec, role_place(desired.spec, part, rank).name)
+    place = role_place(desired.spec, part, rank)
+    command, own_environment = program_of(desired.spec, place.name)
     env = rank_environment(
         base={**environment, **own_environment, **devices},
         page=page_path(str(paths.run), rank),
@@ -367,7 +387,7 @@ def launch_mapping(
         socket=str(paths.socket),
         threads=threads,
         inject=host.launchers.inject,
-        restore=_write_restore(paths, rank, restore, ahead),
+        restore=_write_restore(paths, rank, place, restore, ahead),
         job=job_environment(desired, paths, part, rank, rendezvous),
     )
     if desired.spec.agent == job_pb2.JobSpec.AGENT_NONE:

@@ -32,7 +32,7 @@ from ganger_daemon.core.part_facts import (
 from ganger_daemon.gang.gang_context import GangContext, order_key_to_wire
 from ganger_daemon.gang.gang_memory import WorkingSet, rounded_up
 from ganger_daemon.gang.gang_parts import GangParts
-from ganger_daemon.gang.launch_plan import has_no_agent
+from ganger_daemon.gang.launch_plan import has_no_agent, ranks_of_role
 from ganger_daemon.gang.step_rate import PageSample
 from ganger_daemon.node.core_table import format_ids
 
@@ -438,7 +438,7 @@ def _add_without_agent(capabilities: job_pb2.Capabilities, found: GangFindings, 
     """`why`: the reason to give where the agent itself reported none."""
     agent_reason = found.parts.rank_errors.reason("BOUNDARIES") if is_certain or found.facts.no_agent else ""
     context, why = found.parts.context, agent_reason or why
-    if found.desired.spec.gpus_max:
+    if may_change_size(found):
         capabilities.missing[RESIZE] = f"{why}: its state cannot be carried to another number of ranks"
     freezer = context.host.cgroups.capabilities.get("freeze", "none")
     is_whole = context.part.world == len(context.part.ranks)
@@ -487,13 +487,27 @@ def _add_of_agent(capabilities: job_pb2.Capabilities, found: GangFindings) -> No
     _add_sizes(capabilities, found, able)
 
 
+def may_change_size(found: GangFindings) -> bool:
+    """Return whether the job may have other numbers of ranks."""
+    return found.desired.spec.gpus_max > 0 or bool(found.parts.context.part.roles)
+
+
 def _add_sizes(capabilities: job_pb2.Capabilities, found: GangFindings, able: int) -> None:
     """Add whether another number of ranks can resume from the job's state. `able`: what all ranks can."""
-    capabilities.can_resize = bool(able & Capability.RESIZE)
-    capabilities.can_reshard = bool(able & Capability.RESHARD)
-    if capabilities.can_resize or capabilities.can_reshard:
+    part = found.parts.context.part
+    if part.roles:
+        # Each role has its own state: only a checkpoint has all of it.
+        any_size = Capability.RESIZE | Capability.RESHARD
+        capabilities.can_reshard = all(progress.capabilities & any_size for progress in found.pages)
+        divided = dict(zip(part.ranks, [progress.resize_divides for progress in found.pages], strict=True))
+        of_roles = [ranks_of_role(part.roles, name) for name in part.roles]
+        capabilities.role_divides.extend([math.gcd(*[divided.get(rank, 0) for rank in ranks]) for ranks in of_roles])
+    else:
+        capabilities.can_resize = bool(able & Capability.RESIZE)
+        capabilities.can_reshard = bool(able & Capability.RESHARD)
+    if capabilities.can_resize or (capabilities.can_reshard and not part.roles):
         capabilities.resize_divides = math.gcd(*[progress.resize_divides for progress in found.pages])
-    if capabilities.can_resize or not found.desired.spec.gpus_max:
+    if capabilities.can_resize or not may_change_size(found) or (part.roles and capabilities.can_reshard):
         return
     if capabilities.can_reshard:
         capabilities.missing[RESIZE] = (
@@ -501,7 +515,8 @@ def _add_sizes(capabilities: job_pb2.Capabilities, found: GangFindings, able: in
             "`--level checkpoint`, resize it, and resume it"
         )
     elif able & Capability.FIVE_LINE:
-        capabilities.missing[RESIZE] = "its log says why, or it has made no job.dataloader yet"
+        why = ", or a rank has neither made a job.dataloader nor attached with shard=" if part.roles else ""
+        capabilities.missing[RESIZE] = f"its log says why{why or ', or it has made no job.dataloader yet'}"
     else:
         why = "an unmodified script goes on with as many ranks as before: attach it to change that"
         capabilities.missing[RESIZE] = why
