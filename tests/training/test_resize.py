@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from ganger.injob.page_layout import Capability, Error, PageOrderKind, PageParkLevel, Word
-from ganger.training.attached_job import size_offer
 from ganger.training.state import TrainingObjects
+from ganger.training.state_parts import size_offer
 from training.harness import Rank, Rendezvous, end_together, wait_until
 
 pytestmark = pytest.mark.torch

@@ -80,13 +80,16 @@ class RestoreOrder(NamedTuple):
     """Where the first step starts from: a checkpoint directory (``path``), or the arena, of which the job has been
     promised the memory of ``size`` bytes (0: what comes is there, and no more may be touched).
 
-    A state older than ``step`` is not to be accepted. ``rank``: whose shard, where the world was another one."""
+    A state older than ``step`` is not to be accepted. ``rank``: whose shard, where the world was another one.
+    ``first``, ``ranks``: the first rank of its role there, and their number; 0 where roles have no ranges."""
 
     kind: str
     path: str
     step: int
     size: int
     rank: int
+    first: int = 0
+    ranks: int = 0
 
 
 class Control:
@@ -103,6 +106,8 @@ class Control:
         self.epoch = identity.epoch
         self.rank = identity.rank
         self.world = identity.world
+        # Its number in its role, and how many there are; a job may have several roles.
+        self.role_rank, self.role_size = self.rank, self.world
         self.local_rank = identity.local_rank
         self.job_dir = job_dir
         self.arena_fd = arena_fd
@@ -157,6 +162,8 @@ class Control:
             arena_fd=arena_fd,
         )
         control.restore = _read_restore(os.environ.get("GANGER_RESTORE", ""), control.rank)
+        control.role_rank = int(os.environ.get("GANGER_ROLE_RANK", control.rank))
+        control.role_size = int(os.environ.get("GANGER_ROLE_SIZE", control.world))
         return control
 
     @property
@@ -486,8 +493,9 @@ def _read_restore(path: str, own_rank: int) -> RestoreOrder | None:
         step, size = int(content.get("step", 0)), int(content.get("size", 0))
         directory = str(content["path"]) if kind == "checkpoint" else ""
         rank = int(content.get("rank", own_rank))
+        first, ranks = int(content.get("first", 0)), int(content.get("ranks", 0))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PageError(f"GANGER_RESTORE names {path}, which cannot be read: {os_reason(error)}") from error
     if kind not in ("checkpoint", "arena"):
         raise PageError(f"{path} asks to restore from {kind!r}: this Ganger knows checkpoint and arena")
-    return RestoreOrder(kind, directory, step, size, rank)
+    return RestoreOrder(kind, directory, step, size, rank, first, ranks)

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Callable
 
 import torch
@@ -37,10 +37,10 @@ from ganger.training.state import (
     capture_random,
     named_objects,
     restore_random,
-    unwrapped,
 )
-from ganger.training.state_codec import is_sharded, layout_of, tell
+from ganger.training.state_codec import tell
 from ganger.training.state_keeper import StateKeeper
+from ganger.training.state_parts import keep_shard, size_offer
 
 # Process and page of the call that has the job; a process forked from it may have one of its own.
 _attached: tuple[int, str] | None = None
@@ -49,19 +49,24 @@ _attached: tuple[int, str] | None = None
 _NEVER = 1 << 62
 
 _IN_ANOTHER_PROCESS = Capability.CHECKPOINT | Capability.RESIZE | Capability.RESHARD
-# Each rank has a part, and nothing says of what: FSDP1 cuts one flat tensor of many parameters, ZeRO gives each rank
-# some parameters' optimizer state.
-_SHARDING = ("FullyShardedDataParallel", "ZeroRedundancyOptimizer")
 FIVE_LINE = Capability.PAUSE | Capability.OFFLOAD | Capability.CHECKPOINT | Capability.FIVE_LINE
 
 
 def attach(
-    model: Any = None, optimizer: Any = None, scheduler: Any = None, scaler: Any = None, *, seed: int = 0
+    model: Any = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    *,
+    seed: int = 0,
+    shard: Iterable[torch.Tensor] | None = None,
 ) -> TrainingJob:
     """Register what is trained and restore it if a state is assigned to this job. Call it before the training loop.
 
     Each argument may be one object, a list or a dictionary of them; names must be the same in every run. `seed` decides
-    the order of samples in this job's loaders. TypeError for what has no state, RuntimeError for a second call in one
+    the order of samples in this job's loaders. `shard`: the parameters of the model that this rank keeps, as a
+    parameter server does, where the ranks of its role keep all of them together; the others are not saved here.
+    TypeError for what has no state, ValueError for a shard that is in no model, RuntimeError for a second call in one
     job: of two only one would be saved. Ends the process with EXIT_NO_STATE if an assigned state is unreadable.
     """
     global _attached
@@ -72,6 +77,8 @@ def attach(
         schedulers=named_objects(scheduler, "scheduler"),
         scalers=named_objects(scaler, "scaler"),
     )
+    if shard is not None:
+        keep_shard(training, shard)
     is_child = rank_processes.is_child()
     if is_child:
         rank_processes.watch()
@@ -128,6 +135,8 @@ class TrainingJob:
         self._position_at_start: dict[str, Any] | None = None
         # Of whose scale the state is, until `on_resize` has been told.
         self._old_world = 0
+        # It was not there before, and starts from the state of another rank.
+        self._is_new_rank = False
         # What training drew from at the boundary is due once the script is back there.
         self._is_random_due = False
         # Its loaders continue from here; before they may be looked into as in the first run.
@@ -136,6 +145,8 @@ class TrainingJob:
     def _start(self, control: Control) -> None:
         keep_default_group()
         control.hello(FIVE_LINE, torch=str(torch.__version__))
+        if self._training.is_shard:
+            self._offer_resize(control, 0)
         keeper = StateKeeper(control, lambda: self._training, self._position)
         keeper.when_stopped = self._show
         control.handlers = keeper.handlers()
@@ -151,9 +162,11 @@ class TrainingJob:
             self._steps = restored.position["steps"]
             self._epoch = restored.position["epoch"]
             self._clock.resume(restored.position.get("clock"))
-            # Of this rank, as if there had always been so many.
-            self._samples = restored.position["samples"] * restored.world // control.world
-            self._old_world = restored.position.get("old world", restored.world)
+            first, former = _former_role(control, restored)
+            self._is_new_rank = restored.rank - first != control.role_rank
+            # Of this rank, as if there had always been so many of its role.
+            self._samples = restored.position["samples"] * former // control.role_size
+            self._old_world = restored.position.get("old world", former)
             # What is saved before the first step is what was restored: the script has made no loaders yet, registered
             # nothing, and has its own numbers to draw before it is back in its loop.
             drawn_next = capture_random()
@@ -238,6 +251,8 @@ class TrainingJob:
             self._go_on(number, loader)
         self._loaders[number:] = [loader, *self._loaders[number + 1 :]]
         if self._control is not None:
+            # Of a role whose ranks share the samples, the number of its ranks is to divide it.
+            ranks = self._control.role_size
             self._offer_resize(self._control, whole * ranks // world if whole == global_batch else 0)
         return loader
 
@@ -343,9 +358,12 @@ class TrainingJob:
             self._control.evaluated()
 
     def on_resize(self, callback: Callable[[int, int], None]) -> Callable[[int, int], None]:
-        """Decorator: call `callback(old_world, new_world)` when training continues with another number of ranks."""
-        if self._restored is not None and self._old_world != self.world:
-            callback(self._old_world, self.world)
+        """Decorator: call `callback(old_world, new_world)` when training continues with another number of ranks.
+
+        In a job of several roles these are numbers of ranks of its role."""
+        world = self.world if self._control is None else self._control.role_size
+        if self._restored is not None and self._old_world != world:
+            callback(self._old_world, world)
         return callback
 
     # -- told by the loaders
@@ -425,7 +443,7 @@ class TrainingJob:
             self._restore_random(self._restored)
 
     def _restore_random(self, restored: Restored) -> None:
-        if restored.rank == self.rank:
+        if not self._is_new_rank:
             restore_random(restored.random)
         else:
             # A rank that was not there before starts from the state of another, but must not draw what that one draws.
@@ -490,25 +508,11 @@ class TrainingJob:
         }
 
 
-def size_offer(training: TrainingObjects) -> tuple[int, str]:
-    """Return whether another number of ranks can resume from a job's state, and from where; zero and the reason if not.
-
-    Where each rank has all of the state, from that of any rank, in memory too (RESIZE). Where sharded tensors have
-    their place in the whole, from the shards of all ranks, so from a checkpoint on storage (RESHARD). Models that
-    differ by rank for a reason of their own (pipelines) are found out when a state does not fit.
-    """
-    parts: list[tuple[str, Any]] = list(training.optimizers.items())
-    # The tensors by which the others, gradients and optimizer state, are laid out.
-    tensors = [(name, item) for name, item in training.objects.items() if isinstance(item, torch.Tensor)]
-    for name, model in training.models.items():
-        parts += [(f"{name}{path and '.'}{path}", module) for path, module in unwrapped(model).named_modules()]
-        tensors += [(f"{name}.{path}", parameter) for path, parameter in unwrapped(model).named_parameters()]
-    for name, part in parts:
-        if type(part).__name__ in _SHARDING:
-            return 0, f"{name} is sharded over the ranks ({type(part).__name__})"
-    for name, tensor in tensors:
-        layout = layout_of(tensor)
-        if layout is not None and layout["offset"] is None and layout["at"] is not None:
-            return 0, f"{name} is sharded over the ranks in parts that are no blocks of it"
-    is_resharded = any(is_sharded(tensor) for _, tensor in tensors)
-    return Capability.RESHARD if is_resharded else Capability.RESIZE, ""
+def _former_role(control: Control, restored: Restored) -> tuple[int, int]:
+    """Return the first rank that the role of this rank had in the world that saved, and how many ranks."""
+    order = control.restore
+    if order is not None and order.ranks:
+        return order.first, order.ranks
+    if control.role_size == control.world:
+        return 0, restored.world
+    return control.rank - control.role_rank, control.role_size

@@ -438,7 +438,7 @@ def _read_tensor(
             "the script or its data changed since the state was saved"
         )
     if destination is None:
-        destination = _new_tensor(entry, shape, dtype, device_of(entry.get("device", "cpu")))
+        destination = new_tensor(entry, shape, dtype, device_of(entry.get("device", "cpu")))
     reachable = destination.device.type == "cpu" or image.source.reaches_devices
     direct = reachable and destination.is_contiguous()
     target = destination.detach() if direct else torch.empty(shape, dtype=dtype)
@@ -453,7 +453,7 @@ def _read_tensor(
     return destination
 
 
-def _new_tensor(entry: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> torch.Tensor:
+def new_tensor(entry: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> torch.Tensor:
     strides = entry.get("strides")
     if strides is None:
         return torch.empty(shape, dtype=dtype, device=device)

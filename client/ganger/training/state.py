@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +79,8 @@ class TrainingObjects:
     schedulers: dict[str, Any] = field(default_factory=dict)
     scalers: dict[str, Any] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
+    # The models have some parameters of larger ones; other ranks keep the others.
+    is_shard: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,10 @@ def capture(training: TrainingObjects, position: dict[str, Any]) -> Captured:
         },
         "objects": {name: _encode_object(item, table, name) for name, item in training.objects.items()},
     }
+    if training.is_shard:
+        names = parameter_names(training)
+        for name, optimizer in training.optimizers.items():
+            tree["optimizers"][name]["names"] = [names[id(one)] for one in parameters_of(optimizer)]
     live = len(table.tensors)
     for kind, items in (("scheduler", training.schedulers), ("scaler", training.scalers)):
         tree[f"{kind}s"] = {name: encode(item.state_dict(), table, f"{kind} {name}") for name, item in items.items()}
@@ -170,18 +176,33 @@ def restore(training: TrainingObjects, image: OpenImage, shard: Callable[[int], 
             image.header["tensors"],
             dict(_destinations(training, saved, image)),
             dict(_beside_parameters(training, saved)),
-            lambda plain, skipped: read_tensors(image, plain, lambda kind: _device(training, kind), skipped),
+            lambda plain, skipped: read_tensors(image, plain, lambda kind: device_for(training, kind), skipped),
             lambda parts: reshard(image, parts, shard),
         )
-        state = decode(image.tree, tensors.__getitem__)
-        _apply(training, state)
-        begin_with(image.tree.get("buckets", ()))
-        unclaimed = {name: item for name, item in state["objects"].items() if name not in training.objects}
-        notice = notice_of_change(str(image.header.get("device_model", "")), device_model(tensors.values()))
-        rank, world = int(image.header["rank"]), int(image.header["world"])
-        return Restored(image.step, rank, world, state["position"], state["random"], unclaimed, notice)
+        return restored_of(training, image, decode(image.tree, tensors.__getitem__), tensors.values())
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
         raise StateMismatchError(f"the saved state does not fit this script: {error}") from error
+
+
+def restored_of(
+    training: TrainingObjects, image: OpenImage, state: dict[str, Any], tensors: Iterable[torch.Tensor]
+) -> Restored:
+    """Put a decoded state, that of an image, into the script's objects. `tensors`: those whose device is compared."""
+    apply_state(training, state)
+    begin_with(image.tree.get("buckets", ()))
+    unclaimed = {name: item for name, item in state["objects"].items() if name not in training.objects}
+    notice = notice_of_change(str(image.header.get("device_model", "")), device_model(tensors))
+    rank, world = int(image.header["rank"]), int(image.header["world"])
+    return Restored(image.step, rank, world, state["position"], state["random"], unclaimed, notice)
+
+
+def parameter_names(training: TrainingObjects) -> dict[int, str]:
+    """Return the names of all parameters by their id: that of the model, and that in the model."""
+    return {
+        id(parameter): f"{name}.{path}"
+        for name, model in training.models.items()
+        for path, parameter in unwrapped(model).named_parameters(remove_duplicate=False)
+    }
 
 
 # -- models
@@ -245,7 +266,7 @@ def _apply_model(model: torch.nn.Module, saved: dict[str, Any]) -> None:
 # -- optimizers
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -253,7 +274,7 @@ def _encode_optimizer(optimizer: torch.optim.Optimizer, table: TensorTable, name
     if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
         # A format of its own.
         return {"own": encode(optimizer.state_dict(), table, f"optimizer {name}")}
-    numbers = {id(parameter): number for number, parameter in enumerate(_parameters(optimizer))}
+    numbers = {id(parameter): number for number, parameter in enumerate(parameters_of(optimizer))}
     options = [{key: item for key, item in group.items() if key != "params"} for group in optimizer.param_groups]
     groups = [encode(group, table, f"optimizer {name} group") for group in options]
     state = []
@@ -272,7 +293,7 @@ def _optimizer_destinations(
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     if sizes != saved["sizes"]:
         raise StateMismatchError(f"optimizer {name}: groups of {sizes} parameters, saved with {saved['sizes']}")
-    parameters = _parameters(optimizer)
+    parameters = parameters_of(optimizer)
     for number, values in saved["state"]:
         present = optimizer.state.get(parameters[number]) if isinstance(number, int) else None
         if not isinstance(present, dict) or not isinstance(values, dict):
@@ -290,7 +311,7 @@ def _apply_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) ->
     if "own" in saved:
         optimizer.load_state_dict(saved["own"])
         return
-    parameters = _parameters(optimizer)
+    parameters = parameters_of(optimizer)
     # Not load_state_dict: it casts state to the parameter's type and so would lose bits.
     optimizer.state.clear()
     for number, values in saved["state"]:
@@ -337,13 +358,18 @@ def apply_object(item: Any, saved: Any) -> None:
         item.load_state_dict(saved)
 
 
-def _destinations(
-    training: TrainingObjects, saved: dict[str, Any], image: OpenImage
-) -> Iterator[tuple[int, torch.Tensor]]:
+def check_names(training: TrainingObjects, saved: dict[str, Any]) -> None:
+    """Raise StateMismatchError unless a saved state is of objects of the same names."""
     for kind in ("models", "optimizers", "schedulers", "scalers"):
         present, names = getattr(training, kind), saved[kind]
         if names.keys() != present.keys():
             raise StateMismatchError(f"{kind}: the script has {sorted(present)}, the saved state {sorted(names)}")
+
+
+def _destinations(
+    training: TrainingObjects, saved: dict[str, Any], image: OpenImage
+) -> Iterator[tuple[int, torch.Tensor]]:
+    check_names(training, saved)
     for name, model in training.models.items():
         yield from _model_destinations(unwrapped(model), saved["models"][name], image, name)
     for name, optimizer in training.optimizers.items():
@@ -353,7 +379,7 @@ def _destinations(
             yield saved["objects"][name].index, item
 
 
-def _apply(training: TrainingObjects, state: dict[str, Any]) -> None:
+def apply_state(training: TrainingObjects, state: dict[str, Any]) -> None:
     for name, model in training.models.items():
         _apply_model(unwrapped(model), state["models"][name])
     for name, optimizer in training.optimizers.items():
@@ -378,7 +404,7 @@ def _beside_parameters(training: TrainingObjects, saved: dict[str, Any]) -> Iter
             if path in (kept["gradients"] or ()):
                 yield kept["gradients"][path].index, LaidOutAs(tensor, saved_as[id(tensor)])
     for name, optimizer in training.optimizers.items():
-        parameters = _parameters(optimizer)
+        parameters = parameters_of(optimizer)
         for number, values in saved["optimizers"][name].get("state", ()):
             parameter = parameters[number] if isinstance(number, int) else None
             if parameter is None or id(parameter) not in saved_as or not isinstance(values, dict):
@@ -388,7 +414,7 @@ def _beside_parameters(training: TrainingObjects, saved: dict[str, Any]) -> Iter
                     yield reference.index, LaidOutAs(parameter, saved_as[id(parameter)])
 
 
-def _device(training: TrainingObjects, kind: str) -> torch.device:
+def device_for(training: TrainingObjects, kind: str) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     found: torch.Tensor | None = next(

@@ -39,8 +39,9 @@ from ganger.training.image_io import (
     write_image,
 )
 from ganger.training.replay import Unflushed
-from ganger.training.state import Captured, Restored, StateMismatchError, TrainingObjects, capture, position_of, restore
+from ganger.training.state import Captured, Restored, StateMismatchError, TrainingObjects, capture, position_of
 from ganger.training.state_codec import StateNotSupportedError, local_part
+from ganger.training.state_parts import restore_part
 
 
 class Arena:
@@ -276,8 +277,9 @@ class StateKeeper:
             return None
         order, shards = self._control.restore, contextlib.ExitStack()
         shard = None if order.kind == "arena" else lambda rank: shards.enter_context(opened_shard(order.path, rank))
+        ranks = range(order.first, order.first + order.ranks)
         with shards:
-            restored = self._from_assigned_state(lambda image: restore(self._training(), image, shard))
+            restored = self._from_assigned_state(lambda image: restore_part(self._training(), image, shard, ranks))
         _synchronize()
         return restored
 
