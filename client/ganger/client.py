@@ -204,9 +204,11 @@ class Client(MasterConnection):
         request = api.MoveJobRequest(name=self._name(job), nodes=[node_name_from_text(node) for node in nodes])
         return self._call(self._jobs.MoveJob, request)
 
-    def resize_job(self, job: str | int, gpus: int) -> job_pb2.Job:
-        """An elastic job continues with so many GPUs. Answers when the change is durable, not when it is done."""
-        return self._call(self._jobs.ResizeJob, api.ResizeJobRequest(name=self._name(job), gpus=gpus))
+    def resize_job(self, job: str | int, gpus: int = 0, tasks: Mapping[str, int] | None = None) -> job_pb2.Job:
+        """An elastic job continues with so many GPUs, or with so many tasks by role; other roles keep theirs. Answers
+        when the change is durable, not when it is done."""
+        request = api.ResizeJobRequest(name=self._name(job), gpus=gpus, tasks=tasks)
+        return self._call(self._jobs.ResizeJob, request)
 
     def retune_job(self, job: str | int, cores_per_task: float) -> job_pb2.Job:
         """Changes the cores of each task, live, and for good; 0 leaves them to the scheduler again. Thread counts

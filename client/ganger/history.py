@@ -185,6 +185,8 @@ def _resize_begun(times: JobTimes, event: HistoryEvent) -> str:
 
 
 def _size_chosen(times: JobTimes, event: HistoryEvent) -> str:
+    if "tasks" in event.figures:
+        return f"is to start with {event.figures.get('becomes', '?')}, not {event.figures['tasks']}{_by(event)}"
     times.gpus = _whole(event.figures.get("becomes")) or times.gpus
     return f"is to start with {counted(event.figures.get('becomes', '?'), 'GPU')}{_by(event)}"
 
@@ -432,6 +434,7 @@ _PURPOSES: Final[dict[str, tuple[str, str]]] = {
     "UNDO": ("back to where it was faster", ""),
     "EXCHANGE": ("to exchange places with a job that gains more", "to change places with {job}, which gains more"),
     "BALANCE": ("to suffer less interference", ""),
+    "RESIZE": ("to start with other numbers of tasks", ""),
     "IDLE": ("because it did not use its GPUs", ""),
     "FAIRNESS": ("so that all time-sliced jobs get the same time", "so that {job} gets as much time as others"),
 }  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,7 +44,7 @@ class JobCalls(Protocol):
 
     def move_job(self, job: str | int, nodes: Iterable[str] = ()) -> job_pb2.Job: ...
 
-    def resize_job(self, job: str | int, gpus: int) -> job_pb2.Job: ...
+    def resize_job(self, job: str | int, gpus: int = 0, tasks: Mapping[str, int] | None = None) -> job_pb2.Job: ...
 
     def retune_job(self, job: str | int, cores_per_task: float) -> job_pb2.Job: ...
 
@@ -135,9 +135,9 @@ class Job:
         """Orders a move, losing no step, to `nodes` or to others than the present ones."""
         self.message = self._client.move_job(self.name, nodes)
 
-    def resize(self, gpus: int) -> None:
-        """Orders another number of GPUs for an elastic job, losing no step."""
-        self.message = self._client.resize_job(self.name, gpus)
+    def resize(self, gpus: int = 0, **tasks: int) -> None:
+        """Orders another number of GPUs for an elastic job, or of tasks by role, losing no step."""
+        self.message = self._client.resize_job(self.name, gpus, tasks)
 
     def retune(self, cores_per_task: float) -> None:
         self.message = self._client.retune_job(self.name, cores_per_task)

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from ganger.cluster.resources import DIMENSIONS
 from ganger.spec_values import (
     command_hint,
+    number_or_range,
     parse_command,
     parse_cores_or_auto,
     parse_gpus,
@@ -70,7 +71,7 @@ class DescriptionReader:
 
 class DescribedRoles(NamedTuple):
     """The roles of a job. `programs`: of roles that do not run the job's command as it is. `gpus_min`, `gpus_max`:
-    the range of an elastic job, both 0 for others; its roles are for the fewest."""
+    the range of an elastic job, both 0 for others; roles with ranges have their fewest tasks."""
 
     roles: list[Role]
     programs: Sequence[RoleProgram] = ()
@@ -172,7 +173,8 @@ def _listed_roles(reader: DescriptionReader) -> DescribedRoles:
             memory_bytes=one.read("memory", parse_memory, 0),
             **_bandwidth(one),
         )
-        roles.append(Role(name=name, tasks=one.read("tasks", whole_number(1, MOST_TASKS), 1), shape=shape))
+        tasks, most = one.read("tasks", number_or_range(1, MOST_TASKS, "tasks"), (1, 0))
+        roles.append(Role(name=name, tasks=tasks, shape=shape, tasks_min=tasks if most else 0, tasks_max=most))
         if name and name in seen:
             one.complain("name", f"{name!r} is taken by an earlier role")
         seen.add(name)
@@ -182,8 +184,15 @@ def _listed_roles(reader: DescriptionReader) -> DescribedRoles:
         if program.command or program.environment:
             programs.append(program)
         reader.violations += one.violations
-    if sum(role.tasks for role in roles) > MOST_TASKS:
+    if sum(max(role.tasks, role.tasks_max) for role in roles) > MOST_TASKS:
         reader.complain("roles", f"more than {MOST_TASKS} tasks in all")
+    if reader.has("nodes") and any(role.tasks_max for role in roles):
+        reader.complain("nodes", "does not go with a range of tasks: where it grows is found out as it runs")
+    if len(roles) == 1 and roles[0].tasks_max and roles[0].shape.gpus:
+        # As by `gpus: 2:8`, so that it is resized as it runs.
+        each, only = roles[0].shape.gpus, roles[0]
+        plain = Role(name=only.name, tasks=only.tasks, shape=only.shape)
+        return DescribedRoles([plain], programs, only.tasks * each, only.tasks_max * each)
     return DescribedRoles(roles, programs)
 
 

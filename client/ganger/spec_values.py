@@ -253,16 +253,25 @@ def parse_labels(value: object) -> dict[str, str]:
 
 def parse_gpus(value: object) -> tuple[int, int]:
     """ "4" is (4, 0), "2:8" is (2, 8)."""
-    least, colon, most = str(value).partition(":")
-    if not colon:
-        return whole_number(0, 65_536)(value), 0
-    try:
-        found = whole_number(1, 65_536)(least), whole_number(1, 65_536)(most)
-    except ValueError:
-        raise ValueError(f"must be a whole number, or a range like 2:8, not {value!r}") from None
-    if found[0] >= found[1]:
-        raise ValueError(f"a range goes from fewer to more GPUs, like 2:8, not {value!r}")
-    return found
+    return number_or_range(0, 65_536, "GPUs")(value)
+
+
+def number_or_range(smallest: int, largest: int, what: str) -> Callable[[object], tuple[int, int]]:
+    """Return a function that reads "4" as (4, 0), and a range from 1 on, "2:8", as (2, 8)."""
+
+    def parse(value: object) -> tuple[int, int]:
+        least, colon, most = str(value).partition(":")
+        if not colon:
+            return whole_number(smallest, largest)(value), 0
+        try:
+            found = whole_number(1, largest)(least), whole_number(1, largest)(most)
+        except ValueError:
+            raise ValueError(f"must be a whole number, or a range like 2:8, not {value!r}") from None
+        if found[0] >= found[1]:
+            raise ValueError(f"a range goes from fewer to more {what}, like 2:8, not {value!r}")
+        return found
+
+    return parse
 
 
 def whole_number(smallest: int, largest: int) -> Callable[[object], int]:

@@ -344,3 +344,48 @@ def test_an_update_that_ends_a_job_asks_first(
     assert call("update", "1", "--time", "1m") == code
     assert asked == [ENDS.partition(";")[0] + ". End it?"]
     assert [request.may_end for request in master.requests] == ([True] if answer else [])
+
+
+def test_a_resize_by_roles_waits_until_the_job_runs_with_the_new_tasks(
+    call: Call, master: CannedMaster, capsys: Output
+) -> None:
+    job = running_job(master)
+    job.spec.roles.clear()
+    for name in ("ps", "worker"):
+        job.spec.roles.add(name=name, tasks=1, tasks_min=1, tasks_max=4)
+    phases = [job_pb2.Gang.PHASE_STOPPING, job_pb2.Gang.PHASE_STARTING, job_pb2.Gang.PHASE_RUNNING]
+
+    def go_on() -> None:
+        if phases:
+            job.gang.phase = phases.pop(0)
+            job.spec.roles[0].tasks = 1 if phases[1:] else 3
+
+    master.changing = go_on
+    master.looked_at = lambda: go_on() if resizes() else None
+
+    def resizes() -> list[job_service_pb2.ResizeJobRequest]:
+        return [one for one in master.requests if isinstance(one, job_service_pb2.ResizeJobRequest)]
+
+    assert call("resize", "1", "ps=3", "--wait") == 0
+    (request,) = resizes()
+    assert (request.gpus, dict(request.tasks)) == (0, {"ps": 3})
+    assert not phases
+    assert capsys.readouterr().out == "job 1 is running on n1[0-1,3]\n"
+
+
+def test_a_resize_by_roles_that_was_called_off_fails_with_the_reason(
+    call: Call, master: CannedMaster, capsys: Output
+) -> None:
+    job = running_job(master)
+    job.spec.roles[0].name = "worker"
+    job.trouble = "STORAGE_FULL: no room"
+    assert call("resize", "1", f"worker={job.spec.roles[0].tasks + 1}", "--wait") == 4
+    assert "job 1 is running and was not resized: STORAGE_FULL: no room" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sizes", [("many",), ("worker=0",), ("worker",), ("=2",), ("ps=1", "ps=2"), ("2", "ps=1")])
+def test_sizes_that_are_none_are_refused_before_any_call(
+    call: Call, master: CannedMaster, sizes: tuple[str, ...]
+) -> None:
+    assert call("resize", "1", *sizes) == 2
+    assert master.requests == []

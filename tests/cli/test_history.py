@@ -160,6 +160,10 @@ def test_time_in_turns_is_not_told_as_time_that_it_ran() -> None:
          "moved: it stood still for 250 ms, and lost no step"),
         ("resize_begun", {"devices": "4", "becomes": "2", "goal": "GIVE_BACK", "for": "jobs/7"},
          "goes from 4 GPUs to 2 by planner, to give GPUs to jobs/7"),
+        ("size_chosen", {"tasks": "ps=1 worker=2", "becomes": "ps=3 worker=2"},
+         "is to start with ps=3 worker=2, not ps=1 worker=2 by planner"),
+        ("suspend_ordered", {"level": "CHECKPOINT", "goal": "RESIZE", "detail": "ps=3 worker=2"},
+         "ordered to stop at checkpoint by planner, to start with other numbers of tasks (ps=3 worker=2)"),
         ("change_kept", {"goal": "HOLE", "gain": "1.021", "gain_deviation": "0.030"},
          "the move to make room for a pending gang was kept: its rate was 1.02 (± 0.03) times that of "
          "before"),

@@ -128,6 +128,21 @@ def elastic(state: job_pb2.Job.State.ValueType) -> job_pb2.Job:
     return job
 
 
+def test_a_job_whose_roles_have_ranges_shows_them_beside_what_it_has() -> None:
+    job = job_pb2.Job(name="jobs/1", state=job_pb2.Job.STATE_HOLDING)
+    job.spec.roles.add(name="ps", tasks=2, tasks_min=1, tasks_max=3)
+    job.spec.roles.add(name="worker", tasks=4, tasks_min=1, tasks_max=4, shape=resources_pb2.TaskShape(gpus=1))
+    job.gang.claims.add(node="nodes/n1", device_mask=15, tasks=[2, 4])
+    job.capabilities.can_reshard = True
+    job.capabilities.role_divides.extend([0, 60])
+    assert job_table.sizes_text(job) == (
+        "ps 1 to 3, worker 1 to 4; numbers of worker that divide a batch of 60; changes them with a checkpoint, from"
+        " which it starts again"
+    )
+    assert job_table.gpus_text(job) == "4 (1-4)"
+    assert dict(pairs(job))["tasks"].splitlines()[0].startswith("2 (1 to 3) × ps: no GPU")
+
+
 def test_an_elastic_job_says_what_is_known_of_whether_it_grows() -> None:
     job = elastic(job_pb2.Job.STATE_PENDING)
     assert job_table.sizes_text(job) == (

@@ -118,6 +118,27 @@ def test_a_role_may_have_a_command_and_variables_of_its_own() -> None:
     assert list(made.command) == ["true"]
 
 
+def test_a_role_may_have_a_range_of_tasks_and_starts_with_the_fewest() -> None:
+    made = spec(roles=[{"name": "ps", "tasks": "1:3"}, {"name": "worker", "tasks": "2:4", "gpus": 1}])
+    assert [(role.tasks, role.tasks_min, role.tasks_max) for role in made.roles] == [(1, 1, 3), (2, 2, 4)]
+    assert (made.gpus_min, made.gpus_max) == (0, 0)
+
+
+def test_the_range_of_an_only_role_with_gpus_is_one_of_gpus() -> None:
+    made = spec(roles=[{"name": "worker", "tasks": "2:4", "gpus": 2}])
+    assert (made.gpus_min, made.gpus_max, made.roles[0].tasks, made.roles[0].tasks_max) == (4, 8, 2, 0)
+
+
+@pytest.mark.parametrize("tasks", ["0:2", "3:2", "2:2", "1:", "1-4", "1:20000"])
+def test_a_range_of_tasks_that_is_none_is_refused(tasks: str) -> None:
+    assert set(wrong(command="true", roles=[{"name": "ps", "tasks": tasks}, {"name": "worker"}])) == {"roles[0].tasks"}
+
+
+def test_a_range_of_tasks_does_not_go_with_a_number_of_nodes() -> None:
+    roles = [{"name": "ps", "tasks": "1:3"}, {"name": "worker"}]
+    assert "does not go with a range of tasks" in wrong(command="true", nodes=2, roles=roles)["nodes"]
+
+
 def test_a_job_whose_roles_all_have_commands_needs_none() -> None:
     roles = [{"name": "ps", "command": ["sh", "-c", "ps"]}, {"name": "worker", "command": ["true"]}]
     made = make_spec({"roles": roles}, environ={})

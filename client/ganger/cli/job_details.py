@@ -157,12 +157,13 @@ def _failure(job: Job) -> str:
 
 
 def role_text(role: Role, bounds: str) -> str:
-    """Return one role as a line; `bounds`: the range of tasks of an elastic job, or empty."""
+    """Return one role as a line; `bounds`: the range of tasks of a job with a range of GPUs, or empty."""
     shape = role.shape
     cores = counted(format_cores(shape.millicores), "core") if shape.millicores else "cores by measurement"
     memory = format_memory(shape.memory_bytes) if shape.memory_bytes else "a share of memory"
     gpus = counted(shape.gpus, "GPU") if shape.gpus else "no GPU"
-    return f"{bounds or role.tasks} × {role.name}: {', '.join([gpus, cores, memory, *bandwidth_texts(shape)])}"
+    tasks = f"{role.tasks} ({role.tasks_min} to {role.tasks_max})" if role.tasks_max else bounds or str(role.tasks)
+    return f"{tasks} × {role.name}: {', '.join([gpus, cores, memory, *bandwidth_texts(shape)])}"
 
 
 def role_programs(spec: JobSpec) -> list[tuple[str, str]]:

@@ -174,28 +174,61 @@ def _command_each(
 
 @click.command()
 @click.argument("job", type=JobType())
-@click.argument("gpus", type=click.IntRange(1, 65_536))
+@click.argument("sizes", nargs=-1, required=True, metavar="GPUS | ROLE=TASKS...")
 @wait_option
 @timeout_option
 @json_option
-def resize(job: str, gpus: int, is_waiting: bool, timeout: str, as_json: bool) -> None:
-    """Let an elastic job continue with another number of GPUs, without losing a step or a sample.
+def resize(job: str, sizes: tuple[str, ...], is_waiting: bool, timeout: str, as_json: bool) -> None:
+    """Let an elastic job continue with another number of GPUs, or of tasks of its roles, without losing a step or a
+    sample.
 
     One that holds no GPUs (it waits for its start, or is suspended on storage) starts with that number."""
-    from ganger.cli.order_wait import can_move, check_went_on, ordered, print_job, runs_or_holds_nothing, until
+    from ganger.cli.order_wait import (
+        can_move,
+        check_resized,
+        check_went_on,
+        is_resized,
+        ordered,
+        print_job,
+        runs_or_holds_nothing,
+        until,
+    )
 
+    gpus, tasks = _sizes(sizes)
+    goal = " ".join(sizes) if tasks else counted(gpus, "GPU")
     with open_client() as client:
-        resize_now = partial(client.resize_job, job, gpus)
+        resize_now = partial(client.resize_job, job, gpus, tasks)
         if not is_waiting:
             message = resize_now()
         else:
             before, message = ordered(client, job, timeout, can_move, resize_now)
             if before.gang.claims:
-                message = until(client, message, runs_or_holds_nothing, timeout, f"running on {counted(gpus, 'GPU')}")
-                check_went_on(client, before, message, "with as many GPUs as before: the change")
+                is_done = partial(is_resized, tasks) if tasks else runs_or_holds_nothing
+                message = until(client, message, is_done, timeout, f"running with {goal}")
+                if tasks:
+                    check_resized(message, tasks)
+                else:
+                    check_went_on(client, before, message, "with as many GPUs as before: the change")
     print_job(message, as_json)
     if not as_json and not message.gang.claims and message.state in (message.STATE_PENDING, message.STATE_SUSPENDED):
-        print(f"  it starts with {counted(gpus, 'GPU')}", flush=True)
+        print(f"  it starts with {goal}", flush=True)
+
+
+def _sizes(words: tuple[str, ...]) -> tuple[int, dict[str, int]]:
+    """Return the number of GPUs, or 0 and numbers of tasks by role. Raises click.UsageError."""
+    from ganger.role_spec import MOST_TASKS
+    from ganger.spec_values import whole_number
+
+    try:
+        if len(words) == 1 and "=" not in words[0]:
+            return whole_number(1, 65_536)(words[0]), {}
+        pairs = [word.partition("=") for word in words]
+        tasks = {name: whole_number(1, MOST_TASKS)(text) for name, equals, text in pairs if name and equals}
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    if len(tasks) < len(words):
+        raise click.UsageError("give a number of GPUs, or ROLE=TASKS once for each role: worker=4 ps=2")
+    return 0, tasks
 
 
 @click.command()

@@ -85,15 +85,26 @@ def gpus(spec: job_pb2.JobSpec) -> int:
 def gpus_text(job: job_pb2.Job) -> str:
     """Return the number of GPUs that a job holds or requests; with its range for an elastic job: "4 (2-8)"."""
     spec = job.spec
-    if not spec.gpus_max:
+    least, most = spec.gpus_min, spec.gpus_max
+    if not most:
+        least = sum((role.tasks_min or role.tasks) * role.shape.gpus for role in spec.roles)
+        most = sum((role.tasks_max or role.tasks) * role.shape.gpus for role in spec.roles)
+    if least == most:
         return str(gpus(spec))
     held = devices_in(job.gang.claims)
-    return f"{held or gpus(spec)} ({spec.gpus_min}-{spec.gpus_max})"
+    return f"{held or gpus(spec)} ({least}-{most})"
 
 
 def sizes_text(job: job_pb2.Job) -> str:
-    """Return the range of GPUs of an elastic job, and whether it can be resized as it runs; "" for other jobs."""
+    """Return the sizes of an elastic job, and whether it can be resized as it runs; "" for other jobs."""
     spec, can = job.spec, job.capabilities
+    if ranges := [f"{role.name} {role.tasks_min} to {role.tasks_max}" for role in spec.roles if role.tasks_max]:
+        divided = [
+            f"numbers of {role.name} that divide a batch of {batch}"
+            for role, batch in zip(spec.roles, can.role_divides, strict=False)
+            if batch
+        ]
+        return "; ".join([", ".join(ranges), *divided, _resizes(job)])
     if not spec.gpus_max:
         return ""
     each = spec.roles[0].shape.gpus if spec.roles else 1
@@ -110,6 +121,8 @@ def _resizes(job: job_pb2.Job) -> str:
         return "grows and shrinks once it is no longer time-sliced"
     if job.capabilities.can_resize:
         return "grows and shrinks as it runs"
+    if job.capabilities.can_reshard and any(role.tasks_max for role in job.spec.roles):
+        return "changes them with a checkpoint, from which it starts again"
     if job.capabilities.can_reshard:
         return "may have another number whenever it starts from a checkpoint"
     if why:
@@ -120,7 +133,7 @@ def _resizes(job: job_pb2.Job) -> str:
 
 
 def bounds(spec: job_pb2.JobSpec) -> str:
-    """Return the range of tasks of an elastic job ("1 to 4"); "" for other jobs."""
+    """Return the range of tasks of a job with a range of GPUs ("1 to 4"); "" for other jobs."""
     each = spec.roles[0].shape.gpus if spec.roles else 0
     return f"{spec.gpus_min // each} to {spec.gpus_max // each}" if spec.gpus_max and each else ""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from ganger.cli.job_table import called, cores, devices_in, job_sentence, place, state_text
@@ -217,6 +217,19 @@ def can_move(job: Job) -> bool:
 
 def runs_or_holds_nothing(job: Job) -> bool:
     return job.state != job.STATE_HOLDING or job.gang.phase == Gang.PHASE_RUNNING
+
+
+def is_resized(tasks: Mapping[str, int], job: Job) -> bool:
+    """Return whether a job runs with these numbers of tasks by role, was kept from that, or was suspended meanwhile."""
+    runs = job.state == job.STATE_HOLDING and job.gang.phase == Gang.PHASE_RUNNING
+    is_so = all(role.tasks == tasks.get(role.name, role.tasks) for role in job.spec.roles)
+    return job.state == job.STATE_SUSPENDED or (runs and (is_so or bool(job.trouble)))
+
+
+def check_resized(now: Job, tasks: Mapping[str, int]) -> None:
+    """Raise CommandError unless the job has these numbers of tasks by role."""
+    if now.state not in FINISHED and any(role.tasks != tasks.get(role.name, role.tasks) for role in now.spec.roles):
+        raise CommandError(f"job {number(now.name)} is {state_text(now)} and was not resized: {now.trouble}")
 
 
 def check_suspended(now: Job, level: str | None) -> None:
