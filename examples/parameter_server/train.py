@@ -1,11 +1,12 @@
 """Train the digits network with parameter servers and workers on torch.distributed, attached to Ganger in five lines.
 
-Each server keeps some of the parameters with their optimizer, each worker a share of the samples. Synchronous: a server
-waits for the gradients of all workers and takes one step for all of them. Asynchronous (`--asynchronous`): it takes a
-step for the gradients of each worker as they come; a worker waits only when it is `--staleness` steps ahead of the
-slowest one.
+Each server keeps some of the parameters with their optimizer (`shard`), each worker a share of the samples; their
+numbers may change between two steps. Synchronous: a server waits for the gradients of all workers and takes one step
+for all of them. Asynchronous (`--asynchronous`): it takes a step for the gradients of each worker as they come; a
+worker waits only when it is `--staleness` steps ahead of the slowest one.
 
     ganger submit --file train.yaml
+    ganger resize JOB ps=3 worker=4
     torchrun --nproc-per-node 5 train.py --servers 2
 """
 
@@ -35,8 +36,13 @@ def parse_arguments():
     parser.add_argument("--asynchronous", action="store_true")
     parser.add_argument("--staleness", type=int, default=2)
     parser.add_argument("--slow-until", help="a step takes 100 ms longer until there is this file")
-    parser.add_argument("--losses", help="the first worker appends a line a step: step, loss as a hexadecimal float")
-    parser.add_argument("--weights", help="the first worker writes the SHA-256 of the final parameters")
+    parser.add_argument(
+        "--losses",
+        help="the first worker appends a line a step: step, loss as a hexadecimal float, digests of the parameters"
+        " before and after",
+    )
+    parser.add_argument("--samples", help="workers append a line a step: epoch, step, numbers of its samples")
+    parser.add_argument("--weights", help="the first worker writes the digest of the final parameters")
     return parser.parse_args()
 
 
@@ -51,7 +57,7 @@ def make_network():
 def load_data():
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
-    return TensorDataset(images, torch.tensor(digits.target))
+    return TensorDataset(images, torch.tensor(digits.target), torch.arange(len(images)))
 
 
 def shards(network, servers):
@@ -62,11 +68,16 @@ def shards(network, servers):
     return kept
 
 
+def digest(network):
+    """Return the SHA-256 of all parameters."""
+    return hashlib.sha256(parameters_to_vector(network.parameters()).detach().numpy().tobytes()).hexdigest()
+
+
 def serve(network, arguments, servers, workers, steps):
     """Keep the parameters of one server, and take steps with the gradients of the workers."""
     own = shards(network, servers)[distributed.get_rank()]
     optimizer = torch.optim.Adam(own, lr=3e-3)
-    job = ganger.attach(model=nn.ParameterList(own), optimizer=optimizer, seed=arguments.seed)  # 2
+    job = ganger.attach(model=network, optimizer=optimizer, shard=own, seed=arguments.seed)  # 2
     gradients = torch.empty_like(parameters_to_vector(own))
 
     def take_step(gradient):
@@ -127,8 +138,9 @@ def work(network, arguments, servers, mesh):
             vector_to_parameters(vector, own)
 
     receive()
-    for _ in job.epochs(arguments.epochs):  # 4
-        for images, labels in loader:
+    for epoch in job.epochs(arguments.epochs):  # 4
+        for images, labels, numbers in loader:
+            before = digest(network)
             loss = criterion(network(images), labels)
             network.zero_grad()
             loss.backward()
@@ -137,14 +149,16 @@ def work(network, arguments, servers, mesh):
             receive()
             if arguments.losses and is_first:
                 with open(arguments.losses, "a") as file:
-                    file.write(f"{job.step_count + 1} {loss.item().hex()}\n")
+                    file.write(f"{job.step_count + 1} {loss.item().hex()} {before} {digest(network)}\n")
+            if arguments.samples:
+                with open(arguments.samples, "a") as file:
+                    file.write(f"{epoch} {job.step_count + 1} {','.join(map(str, numbers.tolist()))}\n")
             if arguments.slow_until and not os.path.exists(arguments.slow_until):
                 time.sleep(0.1)
             job.step(loss)  # 5
     if arguments.weights and is_first:
-        found = parameters_to_vector(network.parameters()).detach().numpy().tobytes()
         with open(arguments.weights, "w") as file:
-            file.write(hashlib.sha256(found).hexdigest())
+            file.write(digest(network))
 
 
 def main():
@@ -152,8 +166,7 @@ def main():
     torch.set_num_threads(1)
     torch.manual_seed(arguments.seed)
     distributed.init_process_group("gloo")
-    hosts = json.loads(os.environ.get("GANGER_ROLE_HOSTS", "{}"))
-    servers = len(hosts["ps"]) if hosts else arguments.servers
+    servers = json.loads(os.environ.get("GANGER_ROLE_SIZES", "{}")).get("ps", arguments.servers)
     workers = distributed.get_world_size() - servers
     # The ranks that share the samples; all ranks make it.
     mesh = DeviceMesh("cpu", list(range(servers, servers + workers)))

@@ -1,5 +1,5 @@
-"""Parameter servers and workers: started as one gang, suspended, moved and killed like other jobs, with the losses and
-parameters of an undisturbed run, bit for bit. (60 s)"""
+"""Parameter servers and workers: started as one gang, suspended, moved, resized and killed like other jobs, with the
+losses and parameters of an undisturbed run, bit for bit. (120 s)"""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import json
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from kit.cluster import Cluster
@@ -19,7 +20,7 @@ from kit.waiting import eventually
 pytestmark = [pytest.mark.system, pytest.mark.torch]
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "parameter_server" / "train.py"
-EPOCHS, STEPS = 6, 6 * 29
+EPOCHS, STEPS, BATCH = 6, 6 * 29, 60
 
 
 @pytest.fixture(scope="module")
@@ -29,16 +30,35 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield running
 
 
-class Training:
-    """One job of two servers and two workers."""
+class Line(NamedTuple):
+    """What the first worker writes of a step: its loss, and digests of the parameters before and after it."""
 
-    def __init__(self, cluster: Cluster, label: str, *words: str, servers: int = 2, slow: bool = True) -> None:
+    step: int
+    loss: str
+    before: str
+    after: str
+
+
+class Training:
+    """One job of servers and workers, so many or a range of them."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        label: str,
+        *words: str,
+        servers: int | str = 2,
+        workers: int | str = 2,
+        slow: bool = True,
+    ) -> None:
         self.shell = Shell(cluster.master_directory)
         self.losses_file, self.weights_file = cluster.directory / f"{label}.losses", cluster.directory / f"{label}.sha"
+        self.samples_file = cluster.directory / f"{label}.samples"
         self._go = cluster.directory / f"{label}.go"
         if not slow:
             self._go.touch()
         options = {"--losses": self.losses_file, "--weights": self.weights_file, "--slow-until": self._go}
+        options["--samples"] = self.samples_file
         description = {
             "name": label,
             "command": [
@@ -47,7 +67,7 @@ class Training:
             ],
             "roles": [
                 {"name": "ps", "tasks": servers, "cpus": 0.2, "memory": "1G"},
-                {"name": "worker", "tasks": 2, "gpus": 1, "cpus": 0.2, "memory": "1G"},
+                {"name": "worker", "tasks": workers, "gpus": 1, "cpus": 0.2, "memory": "1G"},
             ],
             "max_failures": 2,
             "checkpoint_every": "1s",
@@ -61,14 +81,24 @@ class Training:
         return shown
 
     @property
-    def lines(self) -> list[tuple[int, str]]:
+    def lines(self) -> list[Line]:
         text = self.losses_file.read_text() if self.losses_file.exists() else ""
-        return [(int(line.split()[0]), line.split()[1]) for line in text.split("\n")[:-1]]
+        return [Line(int(line.split()[0]), *line.split()[1:]) for line in text.split("\n")[:-1]]
 
     @property
     def losses(self) -> dict[int, str]:
         """Losses by step; of steps that were repeated after a crash the last."""
-        return dict(self.lines)
+        return {line.step: line.loss for line in self.lines}
+
+    @property
+    def tasks(self) -> list[int]:
+        """The servers and workers that it has on all nodes."""
+        claims = self.show()["gang"]["claims"]
+        return [sum(claim["tasks"][role] for claim in claims) for role in (0, 1)]
+
+    def resize(self, **tasks: int) -> None:
+        sizes = [f"{role}={number}" for role, number in tasks.items()]
+        self.shell("resize", self.id, *sizes, "--wait", "--timeout", "120s")
 
     def wait_steps(self, more: int) -> None:
         begun = len(self.lines)
@@ -86,6 +116,19 @@ class Training:
     def result(self) -> tuple[dict[int, str], str]:
         self.wait_state("SUCCEEDED")
         return self.losses, self.weights_file.read_text()
+
+    def check_samples(self) -> None:
+        """Each sample of an epoch is taken once, by one worker in one step; of `STEPS` steps none is left out."""
+        taken: dict[int, list[int]] = {}
+        steps = Counter[int]()
+        for line in self.samples_file.read_text().splitlines():
+            epoch, step, numbers = line.split()
+            taken.setdefault(int(epoch), []).extend(map(int, numbers.split(",")))
+            steps[int(step)] += len(numbers.split(","))
+        assert steps == dict.fromkeys(range(1, STEPS + 1), BATCH)
+        for of_epoch in taken.values():
+            assert len(set(of_epoch)) == len(of_epoch) == STEPS // EPOCHS * BATCH
+        assert sorted(taken) == list(range(EPOCHS))
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +151,69 @@ def test_servers_and_workers_are_suspended_and_moved_and_no_bit_differs(
     job.wait_steps(5)
     job.hurry()
     assert job.result() == undisturbed
-    # No sample is lost and none is repeated: each step was done once.
-    assert [step for step, _ in job.lines] == list(range(1, STEPS + 1))
+    # Each step was done once.
+    assert [line.step for line in job.lines] == list(range(1, STEPS + 1))
+    job.check_samples()
+
+
+def test_one_server_becomes_three_and_one_again_and_no_bit_differs(
+    cluster: Cluster, undisturbed: tuple[dict[int, str], str]
+) -> None:
+    job = Training(cluster, "servers", servers="1:3")
+    job.wait_steps(5)
+    for servers in (3, 1):
+        job.resize(ps=servers)
+        assert job.tasks == [servers, 2]
+        job.wait_steps(5)
+        # As any other job.
+        job.shell("suspend", "--level", "offload", "--wait", job.id)
+        job.shell("resume", job.id)
+        job.wait_steps(5)
+    job.hurry()
+    # Two workers sum their gradients alike, whichever server takes the step.
+    assert job.result() == undisturbed
+    assert [line.step for line in job.lines] == list(range(1, STEPS + 1))
+    assert int(job.show()["preemptions"]) == 0
+
+
+@pytest.mark.parametrize("words", [(), ("--asynchronous",)], ids=["synchronous", "asynchronous"])
+def test_one_worker_becomes_four_and_then_two_beside_other_servers_and_no_sample_is_lost_or_repeated(
+    cluster: Cluster, words: tuple[str, ...]
+) -> None:
+    job = Training(cluster, f"workers{len(words)}", *words, servers="1:3", workers="1:4")
+    job.wait_steps(5)
+    assert "role ps has 1 to 3 tasks, not 4" in job.shell.try_("resize", job.id, "worker=4", "ps=4").err
+    for servers, workers in ((3, 4), (1, 2)):
+        job.resize(ps=servers, worker=workers)
+        assert job.tasks == [servers, workers]
+        job.wait_steps(5)
+    job.shell("move", job.id, "--wait", "--to", other_node(job))
+    job.wait_steps(5)
+    job.hurry()
+    job.result()
+    job.check_samples()
+    lines = job.lines
+    assert [line.step for line in lines] == list(range(1, STEPS + 1))
+    if not words:
+        # The parameters of every step are those that the former one had left, over both resizes, too.
+        assert [line.before for line in lines[1:]] == [line.after for line in lines[:-1]]
+    assert float.fromhex(lines[-1].loss) < float.fromhex(lines[0].loss)
+
+
+@pytest.mark.parametrize("role", ["ps", "worker"])
+def test_a_task_that_dies_after_a_resize_costs_steps_and_no_bit(
+    cluster: Cluster, undisturbed: tuple[dict[int, str], str], role: str
+) -> None:
+    job = Training(cluster, f"resized-{role}", servers="1:3")
+    job.wait_steps(5)
+    job.resize(ps=3)
+    pids = [int(pid) for pid in job.show()["gang"]["pids"]]
+    # Most likely before the first checkpoint of three servers: then from that of one.
+    os.kill(pids[2 if role == "ps" else 3], signal.SIGKILL)
+    eventually(lambda: int(job.show()["failures"]) == 1, within_seconds=60, what="it fails", story=job.story)
+    job.hurry()
+    assert job.result() == undisturbed
+    assert int(job.show()["failures"]) == 1
 
 
 def other_node(job: Training) -> str:
@@ -140,5 +244,5 @@ def test_asynchronous_servers_are_suspended_and_moved_and_each_worker_makes_each
         job.wait_steps(5)
     job.hurry()
     losses, _ = job.result()
-    assert [step for step, _ in job.lines] == list(range(1, STEPS + 1))
+    assert [line.step for line in job.lines] == list(range(1, STEPS + 1))
     assert float.fromhex(losses[STEPS]) < float.fromhex(losses[1])
