@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 from ganger_master.runtime.publication import ProgressBoard, Sample
 
 
@@ -40,3 +43,21 @@ def test_a_node_that_is_behind_adds_its_concern_to_the_newest_figures() -> None:
     found = board.of(7)
     assert found is not None
     assert (found.step, found.concern) == (9, "rank 3 hangs")
+
+
+def test_a_node_of_parameter_servers_does_not_replace_the_loss_and_epochs_of_the_workers() -> None:
+    worker = dataclasses.replace(sample(1.0, step=9), training_epoch=2, training_epochs=5)
+    server = Sample(1, 10, 0, 1.0, math.nan, 0.0, 1.1)
+    for first, second in ((worker, server), (server, worker)):
+        board = ProgressBoard()
+        board.report(7, first, "n1")
+        board.report(7, second, "n2")
+        found = board.of(7)
+        assert found is not None
+        assert (found.step, found.samples, found.loss) == (10, 72, 0.5)
+        assert (found.training_epoch, found.training_epochs) == (2, 5)
+    # The next attempt has not taken a sample.
+    board.report(7, Sample(2, 9, 0, 1.0, math.nan, 0.0, 2.0), "n2")
+    found = board.of(7)
+    assert found is not None
+    assert (found.samples, found.training_epochs) == (0, 0)

@@ -33,7 +33,7 @@ from ganger_daemon.gang.gang_context import GangContext, order_key_to_wire
 from ganger_daemon.gang.gang_memory import WorkingSet, rounded_up
 from ganger_daemon.gang.gang_parts import GangParts
 from ganger_daemon.gang.launch_plan import has_no_agent, ranks_of_role
-from ganger_daemon.gang.step_rate import PageSample
+from ganger_daemon.gang.step_rate import PageSample, slowest_of
 from ganger_daemon.node.core_table import format_ids
 
 # Sums of a job's own numbers; a message holds no larger one.
@@ -250,7 +250,7 @@ def _add_progress(message: job_pb2.Progress, report: GangReport, found: Sequence
     """Add the progress of an attempt that is parked or has ended. Steps that it repeats do not count as its own."""
     if any(progress.phase == PagePhase.REPLAY for progress in found):
         return
-    slowest = min(found, key=lambda progress: progress.step)
+    slowest = slowest_of(found)
     message.step, message.samples, message.loss = slowest.step, slowest.samples, slowest.loss
     training_ns = slowest.step_time_ns - slowest.first_step_time_ns
     if slowest.first_step_time_ns and training_ns > 0:

@@ -244,7 +244,7 @@ class StepRate:
         if any(progress.phase == PagePhase.REPLAY for progress in found):
             self._look = None  # Replayed steps are no progress
             return None
-        slowest = min(found, key=lambda progress: progress.step)
+        slowest = slowest_of(found)
         now_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
         began_ns = [progress.first_step_time_ns for progress in found]
         look = PageSample(
@@ -265,6 +265,12 @@ class StepRate:
         if rate.steps_per_second > 0:
             self.iteration_s = 1.0 / rate.steps_per_second
         return look, rate.steps_per_second, rate.data_wait_share
+
+
+def slowest_of(found: Sequence[PageProgress]) -> PageProgress:
+    """Return the slowest rank, of those that take samples: parameter servers take none, and have no loss."""
+    taking = [progress for progress in found if progress.samples]
+    return min(taking or found, key=lambda progress: progress.step)
 
 
 def _evaluation_of(found: Iterable[PageProgress], now_ns: int) -> tuple[int, int, float | None]:

@@ -386,8 +386,13 @@ class ProgressBoard:
         before = self._samples.get(job)
         known = sample
         if before is not None:
+            other = before
             if (sample.epoch, sample.step, sample.time) < (before.epoch, before.step, before.time):
-                known = before
+                known, other = before, sample
+            if other.samples and not known.samples and other.epoch == known.epoch:
+                # Of a node of parameter servers, which take no samples.
+                figures = ("samples", "loss", "training_epoch", "training_epochs")
+                known = dataclasses.replace(known, **{name: getattr(other, name) for name in figures})
             # Until the running attempt reports metrics, those of the attempt before are kept.
             known = dataclasses.replace(known, metrics=sample.metrics or before.metrics)
         self._samples[job] = dataclasses.replace(known, concern=self._concern(job, sample, node))

@@ -170,6 +170,18 @@ def test_shards_of_another_step_begin_a_gathering_afresh() -> None:
     assert gathering.add(10, (Shard(1, 1, "x:2"),)).complete
 
 
+def test_the_figures_of_a_gang_are_those_of_a_rank_that_takes_samples(tmp_path: Path) -> None:
+    pages = ControlPages(tmp_path, epoch=1, world=3, local=(0, 1, 2))
+    pages.create({0: 1, 1: 1, 2: 1})
+    # A parameter server and two workers.
+    for rank, (step, samples) in enumerate(((6, 0), (8, 80), (7, 70))):
+        pages[rank].set(Word.STEP, step)
+        pages[rank].set(Word.SAMPLES, samples)
+    look = StepRate(pages, (0, 1, 2)).measure()
+    assert look is not None
+    assert (look[0].step, look[0].samples) == (7, 70)
+
+
 def test_a_gang_evaluates_while_a_rank_does_and_the_farthest_one_counts(tmp_path: Path) -> None:
     pages = ControlPages(tmp_path, epoch=1, world=2, local=(0, 1))
     pages.create({0: 1, 1: 1})
