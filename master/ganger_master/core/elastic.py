@@ -245,10 +245,8 @@ def check_resize(state: State, job: JobRecord, gpus: int) -> Gang:
         raise _bounds_refused(job, gpus)
     if job.next_epoch or job.ending is not None:
         raise busy(job, "it is being moved or ends")
-    if gang is not None and gang.epoch in state.gangs.set_of:
-        raise _refused(
-            job, "it is time-sliced with other jobs on its GPUs, and keeps its size until it has some to itself"
-        )
+    if gang is not None:
+        _check_not_sliced(state, job, gang)
     rests = gang is not None and gang.phase is GangPhase.PARKED and gang.parked_by_plan
     if job.state is not JobState.HOLDING or gang is None or not (gang.phase is GangPhase.RUNNING or rests):
         raise not_running(job, gang)
@@ -273,6 +271,13 @@ def check_resize(state: State, job: JobRecord, gpus: int) -> Gang:
         text = f"{job.name} cannot be resized: {why}"
         raise RefusedError("LEVEL_UNAVAILABLE", text, {"job": job.name, "level": "OFFLOAD"})
     return gang
+
+
+def _check_not_sliced(state: State, job: JobRecord, gang: Gang) -> None:
+    if gang.epoch in state.gangs.set_of:
+        raise _refused(
+            job, "it is time-sliced with other jobs on its GPUs, and keeps its size until it has some to itself"
+        )
 
 
 def rests_without_devices(state: State, job: JobRecord) -> bool:
@@ -341,6 +346,7 @@ def _check_stop(state: State, job: JobRecord, tasks: tuple[int, ...]) -> None:
         raise busy(job, "it is being moved or ends")
     if job.state is not JobState.HOLDING or gang is None or gang.phase is not GangPhase.RUNNING:
         raise not_running(job, gang)
+    _check_not_sliced(state, job, gang)
     if tasks == tasks_of(gang.claims):
         raise _refused(job, f"it has {tasks_text(job.spec, tasks)}")
     check_suspend(state, job, SuspendLevel.CHECKPOINT)
