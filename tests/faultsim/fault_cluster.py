@@ -263,7 +263,7 @@ class FaultCluster:
         self._again(10.0 * mean_seconds, self._empty_a_node, lambda: self.meddling)
 
     def unleash_resizes(self, mean_seconds: float) -> None:
-        """Users who give their elastic jobs other numbers of devices, whatever they do."""
+        """Users who give their elastic jobs other numbers of devices, or of tasks of roles, whatever they do."""
         self._again(mean_seconds, self._resize, lambda: self.meddling)
 
     meddling = True
@@ -348,9 +348,16 @@ class FaultCluster:
         self.engine.after(self.engine.between(5.0, 60.0), lambda: self.send(UncordonNode(name)))
 
     def _resize(self) -> None:
-        known = [one.number for one in self.submissions if one.number and one.spec.is_elastic]
-        if known:
-            self.send(ResizeJob(self.engine.random.choice(known), self.engine.random.randint(1, 8)))
+        dice = self.engine.random
+        known = [one for one in self.submissions if one.number and (one.spec.is_elastic or one.spec.has_role_ranges)]
+        if not known:
+            return
+        one = dice.choice(known)
+        if one.spec.is_elastic:
+            self.send(ResizeJob(one.number, dice.randint(1, 8)))
+        else:
+            tasks = tuple([(role.name, dice.randint(1, role.tasks_max)) for role in one.spec.roles])
+            self.send(ResizeJob(one.number, 0, tasks=tasks))
 
     # -- what the master says ------------------------------------------------------------------------------------------
 

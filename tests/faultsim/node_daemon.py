@@ -348,6 +348,8 @@ class SimDaemon:
             return _NO_LEVELS
         if ranks.order.uid in self.physics.hung:
             return replace(self.offers, offload_by="in place")
+        if spec is not None and spec.has_role_ranges:
+            return replace(self.offers, resize=False, reshard=True, role_divides=(0, _GLOBAL_BATCH))
         if spec is None or not spec.is_elastic:
             return self.offers
         return replace(self.offers, resize=True, resize_divides=_GLOBAL_BATCH)

@@ -87,6 +87,44 @@ def test_a_short_storm_over_jobs_that_change_their_size_breaks_no_rule_and_every
     assert any(row.kind == "resize_begun" for row in cluster.master.history)
 
 
+def run_roles(seed: int, jobs: int, seconds: float) -> FaultCluster:
+    """Jobs of servers and workers whose users change the numbers of both, under faults of all kinds."""
+    nodes = [(name, SERVER) for name in ("n1", "n2", "n3")]
+    cluster = FaultCluster(seed, nodes, CoreSettings(lost_after_s=60.0), faults.storm(Engine(seed)))
+    dice = cluster.engine.random
+    cluster.run_for(5.0)
+    cluster.unleash()
+    cluster.unleash_users(40.0)
+    cluster.unleash_resizes(5.0)
+    for _ in range(jobs):
+        servers = Role("ps", 1, TaskShape(0, 1_000, _GIB), 1, dice.randint(1, 3))
+        workers = Role("worker", 1, TaskShape(1, 2_000, 4 * _GIB), 1, dice.randint(2, 6))
+        command = ("train", str(dice.randint(40, 120)))
+        cluster.submit(JobSpec(command, (servers, workers), gpu_memory_bytes=dice.choice([0, _GIB // 4])))
+        cluster.run_for(dice.uniform(0.0, 20.0))
+    cluster.run_for(seconds)
+    cluster.check()
+    require_progress(cluster, 4_000.0)
+    return cluster
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_short_storm_over_jobs_whose_roles_change_breaks_no_rule_and_every_job_ends(seed: int) -> None:
+    cluster = run_roles(seed, jobs=5, seconds=150.0)
+    stopped = [row for row in cluster.master.history if row.figures.get("goal") == "RESIZE"]
+    assert {row.kind for row in stopped} >= {"suspend_ordered"}
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("block", range(10))
+def test_long_storms_over_jobs_whose_roles_change_break_no_rule_and_every_job_ends(block: int) -> None:
+    for seed in range(9_000 + 10 * block, 9_010 + 10 * block):
+        try:
+            run_roles(seed, jobs=8, seconds=600.0)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+
+
 @pytest.mark.chaos
 @pytest.mark.parametrize("block", range(20))
 def test_long_storms_over_jobs_that_change_their_size_break_no_rule_and_every_job_ends(block: int) -> None:
