@@ -8,12 +8,16 @@ from core.elastic_worlds import World
 from ganger.cluster.placement import candidates
 from ganger.cluster.resources import Claim, Role, TaskShape, tasks_of
 from ganger.job_state import JobState
+from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import JobAnswer, PlanAnswer, Refused
 from ganger_master.core.commands import ProposePlan, ResizeJob, SubmitJob, SuspendJob
+from ganger_master.core.elastic import why_not_tasks
 from ganger_master.core.gang_model import GangIntent, ObservedPhase, Outcome, OutcomeKind
 from ganger_master.core.job_model import Checkpoint, SuspendLevel
 from ganger_master.core.job_spec import JobSpec
 from ganger_master.core.plan_changes import Goal, Purpose, StartChange, SuspendChange
+from ganger_master.rpc.job_messages import job_to_wire
+from ganger_master.rpc.planner_messages import live_job_from_wire, live_job_to_wire
 from msgspec.structs import replace
 
 RESHARDED = replace(ALL_LEVELS, reshard=True, role_divides=(0, 12))
@@ -92,6 +96,27 @@ def test_a_role_that_is_not_named_keeps_its_tasks_and_a_second_resize_counts_fro
     drive.runs(number)
     drive.fails(number, drive.job(number).epoch)
     assert drive.job(number).tasks_by_role == (3, 4)
+
+
+def test_users_and_planners_see_the_tasks_that_it_has_with_their_ranges() -> None:
+    drive = RoleWorld()
+    number = drive.running(ELASTIC)
+    drive.step(ResizeJob(number, 0, "", (("ps", 3), ("worker", 2))))
+    seen = []
+    for _ in range(2):
+        job = drive.job(number)
+        gang = drive.state.gangs.get(job.epoch)
+        live = scheduling_pb2.LiveJob()
+        live_job_to_wire(job, gang, live)
+        planned, _ = live_job_from_wire(live)
+        assert planned.spec.roles == job.spec_now.roles
+        assert [(role.tasks_min, role.tasks_max) for role in planned.spec.roles] == [(1, 3), (1, 4)]
+        seen.append((planned.tasks_by_role, [role.tasks for role in job_to_wire(job, gang, None).spec.roles]))
+        if gang is not None:
+            drive.rests(number)
+    assert seen == [((1, 1), [1, 1]), ((3, 2), [3, 2])]
+    assert why_not_tasks(planned, (3, 4)) == ""
+    assert "role ps has 1 to 3 tasks" in why_not_tasks(planned, (4, 4))
 
 
 @pytest.mark.parametrize(

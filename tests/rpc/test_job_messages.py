@@ -40,7 +40,7 @@ from msgspec.structs import replace
 
 SPEC = JobSpec(
     command=("python", "train.py"),
-    roles=(Role("worker", 2, TaskShape(1, 1000, 1 << 30)),),
+    roles=(Role("worker", 2, TaskShape(1, 1000, 1 << 30), 1, 4),),
     display_name="a name",
     working_directory="/work",
     environment={"SEED": "1"},
@@ -109,6 +109,7 @@ JOB = JobRecord(
         checkpoint=False,
         missing={"CHECKPOINT": "why"},
         known=True,
+        role_divides=(0, 60),
         mechanism=Mechanism.REPLAY,
         refused_mechanisms=(RefusedMechanism(Mechanism.IMAGE, "no CRIU"),),
     ),
