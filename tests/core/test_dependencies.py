@@ -6,11 +6,13 @@ import pytest
 from core.drive import Drive, job_of
 from core.test_arrays import command, running
 from ganger.job_state import JobState
+from ganger_master.core import machine
 from ganger_master.core.answers import Answer, ArrayAnswer, Refused
-from ganger_master.core.commands import CancelJob, ResumeJob, SubmitJob, SuspendJob
+from ganger_master.core.commands import CancelJob, ResumeJob, SubmitJob, SuspendJob, Tick
 from ganger_master.core.explain import explain
 from ganger_master.core.gang_model import ObservedPhase, Outcome, OutcomeKind
 from ganger_master.core.job_spec import Condition, Dependency, JobSpec
+from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_image import restored
 from msgspec.structs import replace
 
@@ -173,3 +175,73 @@ def test_dependencies_outlive_the_master() -> None:
     assert not drive.job(second).is_waiting
     drive.step(CancelJob(first))
     assert drive.job(second).is_waiting
+
+
+def test_a_member_whose_partner_has_already_failed_ends_cancelled_at_once() -> None:
+    drive = Drive()
+    first = submitted(drive, "a", "b", "c")
+    ends(drive, first + 1, succeeds=False)
+    ends(drive, first + 2)
+    second = submitted(drive, "d", "e", "f", dependency=(EACH, first))
+    states = [drive.job(second + place).state for place in (1, 2, 3)]
+    assert states == [JobState.CANCELLED, JobState.PENDING, JobState.PENDING]
+    assert [drive.job(second + place).is_waiting for place in (1, 2, 3)] == [False, True, False]
+    assert drive.job(second + 1).reason.startswith(f"it was to start after jobs/{first + 1} has succeeded")
+
+
+@pytest.mark.parametrize(("condition", "starts"), [(OK, False), (FAILED, True), (ENDED, True)])
+def test_what_ended_is_known_for_the_jobs_that_wait_for_it_however_few_ended_jobs_are_kept(
+    condition: Condition, starts: bool
+) -> None:
+    drive = Drive(settings=CoreSettings(finished_jobs_limit=0))
+    first = drive.submit(job_of(1))
+    array = submitted(drive, "a", "b")
+    of_job, of_array = drive.submit(after((condition, first))), drive.submit(after((condition, array)))
+    drive.step(CancelJob(first))
+    drive.step(CancelJob(array + 1))
+    ends(drive, array + 2)
+    for number in (of_job, of_array):
+        # A job that was cancelled is forgotten.
+        assert (number in drive.state.jobs and drive.job(number).is_waiting) is starts
+    drive.step(Tick())
+    assert not drive.state.jobs.finished
+
+
+def test_an_array_of_which_members_are_forgotten_is_not_taken_for_one_that_succeeded() -> None:
+    drive = Drive(settings=CoreSettings(finished_jobs_limit=1))
+    array = submitted(drive, "a", "b")
+    ends(drive, array + 1, succeeds=False)
+    ends(drive, array + 2)
+    assert array + 1 not in drive.state.jobs
+    lost = f"members of arrays/{array} ended long ago, and how is no longer known"
+    assert refused(drive, after((OK, array))) == [lost]
+    assert refused(drive, after((FAILED, array))) == [lost]
+    assert drive.job(drive.submit(after((ENDED, array)))).is_waiting
+
+
+def test_a_chain_of_any_length_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_ROUNDS_LIMIT", 10)
+    drive = Drive()
+    chain = [drive.submit(job_of(1))]
+    for _ in range(30):
+        chain.append(drive.submit(after((OK, chain[-1]))))
+    drive.step(CancelJob(chain[0]))
+    assert {drive.job(number).state for number in chain} == {JobState.CANCELLED}
+
+
+def test_a_suspended_job_waits_since_its_resume_alone() -> None:
+    drive = Drive()
+    first = drive.submit(job_of(1))
+    second = drive.submit(after((OK, first)))
+    drive.step(SuspendJob(second))
+    ends(drive, first)
+    assert (drive.job(second).state, drive.job(second).pending_since) == (JobState.SUSPENDED, 0.0)
+
+
+def test_many_dependencies_are_named_by_the_first_few() -> None:
+    drive = Drive()
+    numbers = [drive.submit(job_of(1)) for _ in range(5)]
+    last = drive.submit(after(*[(OK, number) for number in numbers]))
+    assert explain(drive.state, last, drive.now).blockers[0].detail == (
+        "it starts after jobs/1 has succeeded and jobs/2 has succeeded and jobs/3 has succeeded and 2 more"
+    )

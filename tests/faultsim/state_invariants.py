@@ -14,6 +14,7 @@ from ganger.protocol.stop_rules import EPOCH_BIT
 from ganger_master.core.colocation import holders_on
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole
 from ganger_master.core.job_model import JobRecord, SuspendLevel, members_of
+from ganger_master.core.job_spec import Dependency
 from ganger_master.core.kept_places import find_blocked
 from ganger_master.core.queue import is_lack
 from ganger_master.core.state import State
@@ -308,10 +309,10 @@ def _derived(state: State) -> Iterator[str]:
     for turn in state.leases.values():
         if state.leases.turn_of.get(turn.number) != turn.turn or not state.jobs[turn.number].is_waiting:
             yield f"turn {turn.turn} belongs to jobs/{turn.number}, which does not wait for it"
-    awaited: dict[int, dict[int, None]] = {}
+    awaited: dict[Dependency, dict[int, None]] = {}
     for number in sorted(state.jobs.live):
         for one in state.jobs[number].awaits:
-            awaited.setdefault(one.number, {})[number] = None
+            awaited.setdefault(one, {})[number] = None
     if state.jobs.dependents != awaited:
         yield f"{state.jobs.dependents} are not the jobs that wait for others: {awaited}"
     rows = state.rows.values()

@@ -68,11 +68,13 @@ def _going(state: State) -> list[int]:
 
 
 def _may_go(state: State) -> Iterator[int]:
-    """Yield the numbers of ended jobs without gangs. Members of an array stay until all have ended."""
+    """Yield the numbers of ended jobs without gangs. Members of an array stay until all have ended. What other jobs
+    depend on stays until that is settled."""
+    unsettled = state.dirty.ended
     lives: dict[int, bool] = {}
     for number in state.jobs.finished:
         array = state.jobs[number].spec.array
-        if number in state.gangs.epochs_of:
+        if number in state.gangs.epochs_of or number in unsettled or (array is not None and array.array in unsettled):
             continue
         if array is not None and array.array not in lives:
             lives[array.array] = any(not job.state.is_finished for job in members_of(state.jobs, array.array))

@@ -413,7 +413,7 @@ class Dirty:
     sets: dict[int, None] = field(default_factory=dict)
     # Numbers of arrays of which a member may have ended.
     arrays: dict[int, None] = field(default_factory=dict)
-    # Numbers of jobs that have ended, while any job waits for the end of another.
+    # Numbers of jobs that have ended, and of their arrays, while any job waits for the end of another.
     ended: dict[int, None] = field(default_factory=dict)
     # Numbers of jobs that may use other GPUs than before.
     usage: dict[int, None] = field(default_factory=dict)

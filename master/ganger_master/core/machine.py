@@ -9,7 +9,7 @@ batch and continue from `state_image.restored`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from ganger.cluster.view import LoadMode
@@ -159,22 +159,20 @@ def apply(state: State, event: Event) -> None:
 def _job_submitted(state: State, event: events.JobSubmitted) -> None:
     number, uid, user, spec, now = event.number, event.uid, event.user, event.spec, event.time
     job = JobRecord(number, uid, user, spec, now, event.request_id, pending_since=now)
-    _put_submitted(state, job, event.cause)
+    _put_submitted(state, [job], event.cause)
 
 
-def _put_submitted(state: State, job: JobRecord, cause: str) -> None:
-    if awaits := dependencies.open_ones(state.jobs, job.spec):
-        job = replace(job, awaits=awaits, held=True, pending_since=0.0)
-    state.counters.next_job = max(state.counters.next_job, job.number + 1)
-    state.put_job(job)
-    # A job without a gang needs no review.
-    state.dirty.jobs.pop(job.number, None)
-    state.history(job.create_time, job, "job_submitted", cause, gpus=job.spec.gpus, tasks=job.spec.tasks)
+def _put_submitted(state: State, submitted: Sequence[JobRecord], cause: str) -> None:
+    for job in dependencies.with_open_dependencies(state, submitted):
+        state.counters.next_job = max(state.counters.next_job, job.number + 1)
+        state.put_job(job)
+        # A job without a gang needs no review.
+        state.dirty.jobs.pop(job.number, None)
+        state.history(job.create_time, job, "job_submitted", cause, gpus=job.spec.gpus, tasks=job.spec.tasks)
 
 
 def _array_submitted(state: State, event: events.ArraySubmitted) -> None:
-    for job in arrays.members_submitted(event):
-        _put_submitted(state, job, event.cause)
+    _put_submitted(state, list(arrays.members_submitted(event)), event.cause)
     arrays.note_submitted(state, event)
 
 
@@ -416,8 +414,10 @@ def settle(state: State, now: float, cause: str) -> None:
     """Review all that an event marked as changed, and update the view, until nothing is marked."""
     dirty = state.dirty
     for _ in range(_ROUNDS_LIMIT):
-        if dirty.jobs:
+        # A chain of jobs that depend on each other has any length.
+        while dirty.jobs or dirty.ended:
             _review_jobs(state, now, cause)
+            dependencies.follow(state, now, cause)
         if dirty.sets:
             timeslice_groups.follow(state, now, cause)
         if dirty.rows:
@@ -427,8 +427,6 @@ def settle(state: State, now: float, cause: str) -> None:
             dirty.rows.clear()
         if dirty.arenas:
             colocation.follow(state)
-        if dirty.ended:
-            dependencies.follow(state, now, cause)
         if dirty.arrays:
             arrays.follow(state, now)
         leaves = state.nodes.draining or state.nodes.reserved or state.nodes.faulty

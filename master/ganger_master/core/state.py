@@ -126,6 +126,8 @@ class State:
             dirty.arrays[job.spec.array.array] = None
         if self.jobs.dependents and job.state.is_finished:
             dirty.ended[job.number] = None
+            if job.spec.array is not None:
+                dirty.ended[job.spec.array.array] = None
         dirty.jobs[job.number] = None
         dirty.news[job.number] = None
 

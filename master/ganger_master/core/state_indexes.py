@@ -18,11 +18,13 @@ from ganger_master.core.accounting import Charges, UserUsage
 from ganger_master.core.commands import ObservedGang, ObservedSlices
 from ganger_master.core.gang_model import Gang, TimesliceGroup
 from ganger_master.core.job_model import JobRecord, Request
-from ganger_master.core.job_spec import JobSpec, bytes_of
+from ganger_master.core.job_spec import Dependency, JobSpec, bytes_of
 from ganger_master.core.node_model import Node
 
 # Bytes of a job beside its command, environment and parameters.
 _JOB_BYTES: Final = 1_024
+# Bytes of a dependency, in the spec and among those that are open.
+_DEPENDENCY_BYTES: Final = 128
 
 
 def spec_bytes(spec: JobSpec) -> int:
@@ -33,6 +35,7 @@ def spec_bytes(spec: JobSpec) -> int:
 def _own_bytes(spec: JobSpec) -> int:
     parameters = {} if spec.array is None else spec.array.parameters
     own = _JOB_BYTES + sum(map(bytes_of, spec.all_words)) + bytes_of_all(spec.labels) + bytes_of_all(parameters)
+    own += _DEPENDENCY_BYTES * len(spec.dependencies)
     return own + sum([bytes_of_all(program.environment) for program in spec.role_programs])
 
 
@@ -139,8 +142,8 @@ class JobIndex(dict[int, JobRecord]):
 
     requests: number by user and request id. former: the same of forgotten jobs, those forgotten first at the front.
     finished: in the order in which they ended. live: all others. running_limited: jobs with a time limit that have a
-    gang. moving: jobs with a destination. backing_off: failed jobs that are tried again later. dependents: by the
-    number of a job or array, the jobs that wait for its end. shares: devices that count towards quotas; empty without
+    gang. moving: jobs with a destination. backing_off: failed jobs that are tried again later. dependents: by
+    dependency, the jobs that wait for it. shares: devices that count towards quotas; empty without
     quotas. holdings: jobs and bytes by user. left_by: by node the job that last gave devices back there, and when; for
     the history of the job that gets them.
     """
@@ -154,7 +157,7 @@ class JobIndex(dict[int, JobRecord]):
         self.running_limited: dict[int, None] = {}
         self.moving: dict[int, None] = {}
         self.backing_off: dict[int, None] = {}
-        self.dependents: dict[int, dict[int, None]] = {}
+        self.dependents: dict[Dependency, dict[int, None]] = {}
         self.charges = Charges()
         self.holdings = Holdings()
         self.left_by: dict[str, tuple[int, float]] = {}
@@ -178,14 +181,14 @@ class JobIndex(dict[int, JobRecord]):
             self.index_dependencies(old, job)
 
     def index_dependencies(self, old: JobRecord | None, job: JobRecord) -> None:
-        """Note for whose end a job waits."""
+        """Note for which dependencies a job waits."""
         for dependency in () if old is None else old.awaits:
-            waiting = self.dependents.get(dependency.number, {})
+            waiting = self.dependents.get(dependency, {})
             waiting.pop(job.number, None)
             if not waiting:
-                self.dependents.pop(dependency.number, None)
+                self.dependents.pop(dependency, None)
         for dependency in () if job.state.is_finished else job.awaits:
-            self.dependents.setdefault(dependency.number, {})[job.number] = None
+            self.dependents.setdefault(dependency, {})[job.number] = None
 
     def forget(self, number: int) -> None:
         """Remove a job that has ended."""
