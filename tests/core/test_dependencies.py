@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 from core.drive import Drive, job_of
 from core.test_arrays import command, running
+from core.test_rollback import Found
+from core.test_rollback import restored as restored_from_backup
+from core.test_rollback import settings as settings_of_restores
 from ganger.job_state import JobState
 from ganger_master.core import machine
 from ganger_master.core.answers import Answer, ArrayAnswer, Refused
@@ -236,6 +239,18 @@ def test_a_suspended_job_waits_since_its_resume_alone() -> None:
     drive.step(SuspendJob(second))
     ends(drive, first)
     assert (drive.job(second).state, drive.job(second).pending_since) == (JobState.SUSPENDED, 0.0)
+
+
+def test_a_job_that_was_found_running_after_a_restore_waits_for_no_other_job() -> None:
+    """The copy of the database is of before the job that it waited for had ended."""
+    drive = Drive(nodes=3, settings=settings_of_restores())
+    first = drive.submit(job_of(1))
+    second = drive.submit(after((OK, first)))
+    restored_from_backup(drive, [Found(second, drive.job(second).uid, 7, {"n1": 0b1})])
+    job = drive.job(second)
+    assert (job.state, job.epoch, job.held, job.awaits) == (JobState.HOLDING, 7, False, ())
+    drive.step(CancelJob(first))
+    assert drive.job(second).ending is None
 
 
 def test_many_dependencies_are_named_by_the_first_few() -> None:

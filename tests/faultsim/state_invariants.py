@@ -292,6 +292,8 @@ def _job(state: State, job: JobRecord) -> Iterator[str]:
         yield f"{job.name} rests at {job.suspended_level.name}, but is {job.state}"
     if job.failures > job.spec.max_failures and job.ending is not JobState.FAILED and job.ending is None:
         yield f"{job.name} goes on after {job.failures} failures"
+    if job.held and gang is not None:
+        yield f"{job.name} is held, but has epoch {job.epoch}"
     if job.awaits and not job.held:
         yield f"{job.name} awaits {job.awaits}, but is not held"
     for number in {one.number for one in job.awaits}:

@@ -259,6 +259,9 @@ def give_gang(state: State, job: JobRecord, gang: Gang, now: float, cause: str) 
             pending_since=0.0,
             epoch=gang.epoch,
             next_epoch=0,
+            # What it waited for has come: it was started.
+            held=False,
+            awaits=(),
             again_at=0.0,
             ending=None,
             running_since=0.0 if rests else job.running_since or now,

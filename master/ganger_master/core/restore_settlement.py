@@ -435,7 +435,8 @@ def _adopt(state: State, job: JobRecord, epoch: int, now: float, cause: str) -> 
 def _suspend(state: State, job: JobRecord, now: float, cause: str) -> None:
     if job.state is not JobState.SUSPENDED or job.epoch:
         ending.end(state, job.number, JobState.SUSPENDED, now, END_UNKNOWN)
-    state.put_job(replace(state.jobs[job.number], trouble=END_UNKNOWN))
+    # It was started, so what it waited for has come.
+    state.put_job(replace(state.jobs[job.number], trouble=END_UNKNOWN, held=False, awaits=()))
     state.history(now, job, "end_not_known", cause, END_UNKNOWN)
 
 
