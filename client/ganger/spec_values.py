@@ -50,6 +50,8 @@ _CONDITIONS: Final = {
     "corr": Dependency.CONDITION_EACH,
 }
 _NUMBER: Final = re.compile(r"[1-9][0-9]{0,17}")
+# Of "jobs/7" and "arrays/7", whose numbers are unique.
+_KIND: Final = re.compile(r"\b(jobs|arrays)/")
 _TIME_OF_DAY: Final = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?")
 _SCHEDULER = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -380,11 +382,11 @@ def parse_schedule_at(value: object) -> bool:
 
 
 def parse_dependencies(value: object) -> list[Dependency]:
-    """Return the dependencies of "7", "ok:7:8,any:9" or a list of such texts. Raises ValueError."""
+    """Return the dependencies of "7", "jobs/7", "ok:7:8,any:9" or a list of such texts. Raises ValueError."""
     texts = value if isinstance(value, list | tuple) else [value]
     found = []
     for text in [part for one in texts for part in str(one).split(",")]:
-        words = text.strip().split(":")
+        words = _KIND.sub("", text.strip()).split(":")
         condition = "ok" if words[0].isdigit() else words.pop(0).removeprefix("after")
         if condition not in _CONDITIONS or not words or not all(_NUMBER.fullmatch(word) for word in words):
             kinds = ", ".join(_CONDITIONS)

@@ -698,6 +698,7 @@ def test_a_job_of_the_image_mechanism_takes_one_node() -> None:
         ("ok:7:8,any:9", "ok:7,ok:8,any:9"),
         ("afterok:7,afternotok:8,afterany:9,aftercorr:10", "ok:7,notok:8,any:9,each:10"),
         (["ok:7", 8], "ok:7,ok:8"),
+        (["jobs/7", "any:arrays/8:jobs/9"], "ok:7,any:8,any:9"),
     ],
     ids=str,
 )
@@ -705,7 +706,7 @@ def test_dependencies_are_read_as_they_are_written_in_slurm_too(given: object, t
     assert dependencies_text(spec(after=given).dependencies) == text
 
 
-@pytest.mark.parametrize("given", ["", "ok", "ok:", "ok:7_1", "after:7", "soon:7", "ok:0", "-1", True])
+@pytest.mark.parametrize("given", ["", "ok", "ok:", "ok:7_1", "nodes/7", "after:7", "soon:7", "ok:0", "-1", True])
 def test_a_dependency_that_names_no_job_or_condition_is_refused(given: object) -> None:
     assert (
         "is no dependency: write a number, or one of ok, notok, any, each"
