@@ -15,7 +15,7 @@ from ganger.cluster.topology import parse_topology
 from ganger_master.core import quarantine
 from ganger_master.core.commands import AdoptQuarantined, EndQuarantined, GoOn, OpenStore
 from ganger_master.core.gang_model import OutcomeKind
-from ganger_master.core.job_spec import JobSpec
+from ganger_master.core.job_spec import Condition, Dependency, JobSpec
 from ganger_master.core.settings import CoreSettings
 
 _GIB = 1 << 30
@@ -106,8 +106,9 @@ def storm_of(seed: int) -> faults.Faults:
     return replace(faults.storm(Engine(seed)), wiped=0.0, removal_seconds=0.0, clock_jump_seconds=0.0)
 
 
-def run(seed: int, jobs: int, seconds: float, restores_s: float = 60.0) -> Restores:
-    """A storm drawn from the seed, with restores; then everything heals and every job must end."""
+def run(seed: int, jobs: int, seconds: float, restores_s: float = 60.0, *, are_chained: bool = False) -> Restores:
+    """A storm drawn from the seed, with restores; then everything heals and every job must end. are_chained: most jobs
+    depend on one before."""
     policy = POLICIES[seed % len(POLICIES)]
     is_planned = policy == "planner"
     settings = CoreSettings(
@@ -131,7 +132,13 @@ def run(seed: int, jobs: int, seconds: float, restores_s: float = 60.0) -> Resto
     restores.begin(restores_s)
     for _ in range(jobs):
         role = Role("worker", dice.choice([1, 2, 2, 3, 4, 4, 6]), TaskShape(1, 1_000, 2 * _GIB))
-        cluster.submit(JobSpec(("train", str(dice.randint(30, 250))), (role,), gpu_memory_bytes=_GIB))
+        known = [one.number for one in cluster.submissions if one.number] if are_chained else []
+        after: tuple[Dependency, ...] = ()
+        if known and dice.random() < 0.8:
+            condition = dice.choice([Condition.ENDED, Condition.SUCCEEDED, Condition.FAILED])
+            after = (Dependency(condition, dice.choice(known)),)
+        command = ("train", str(dice.randint(30, 250)))
+        cluster.submit(JobSpec(command, (role,), gpu_memory_bytes=_GIB, dependencies=after))
         cluster.run_for(dice.uniform(0.0, 10.0))
     cluster.run_for(seconds)
     cluster.check()
@@ -143,6 +150,12 @@ def run(seed: int, jobs: int, seconds: float, restores_s: float = 60.0) -> Resto
 def test_a_master_whose_database_goes_back_in_a_storm_breaks_no_rule_and_every_job_ends(policy: int) -> None:
     storms = [run(seed, jobs=5, seconds=80.0, restores_s=30.0) for seed in range(policy, 9, len(POLICIES))]
     assert sum(storm.count for storm in storms) >= 3
+
+
+@pytest.mark.parametrize("policy", range(len(POLICIES)), ids=POLICIES)
+def test_jobs_that_depend_on_each_other_end_although_the_database_goes_back(policy: int) -> None:
+    for seed in range(policy, 9, len(POLICIES)):
+        run(seed, jobs=6, seconds=80.0, restores_s=30.0, are_chained=True)
 
 
 def test_a_restore_that_is_under_way_begins_anew_when_the_master_starts_again() -> None:
