@@ -19,9 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from ganger.injob.launcher.preload import PRELOADED
+from ganger.injob.metrics import series_path
 from ganger.injob.page import Page
 from ganger.injob.page_layout import Capability, PageOrderKind, PageParkLevel, PagePhase, Word
 from ganger.injob.state_image import VARIABLE, arena_variable, make_arena
+from ganger.protocol.metric_series import merged, parsed
+from ganger.protocol.stop_rules import EPOCH_BIT
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PATIENCE_S = 60.0
@@ -115,6 +118,7 @@ class Rank:
         arena_bytes: int = 0,
         arena_fd: int | None = None,
         stop_at: int = 0,
+        at_epoch_end: bool = False,
         save_at: int = 0,
         checkpoint: Path | None = None,
         order: int = PageOrderKind.RUN,
@@ -156,6 +160,7 @@ class Rank:
             "log": str(self.log),
             "agent": agent,
             "stop_at": stop_at,
+            "stop_sequence": 2 | (EPOCH_BIT if at_epoch_end else 0),
             "save_at": save_at,
         }
         arena = None if self.arena_fd is None else f"/proc/{os.getpid()}/fd/{self.arena_fd}"
@@ -229,7 +234,9 @@ def _run(plan: dict[str, Any], arena: str | None) -> None:
     if plan["stop_at"]:
         _while_making(
             plan["stop_at"],
-            lambda page: page.write_order(2, PageOrderKind.STOP, stop_seq=2, level=PageParkLevel.CHECKPOINT),
+            lambda page: page.write_order(
+                2, PageOrderKind.STOP, stop_seq=plan["stop_sequence"], level=PageParkLevel.CHECKPOINT
+            ),
         )
     if plan["save_at"]:
         _while_making(plan["save_at"], lambda page: page.request_checkpoint(5))
@@ -290,6 +297,30 @@ def run_in_parts(
         if step:
             assert rank.page.get(Word.CHECKPOINT_STEP) == step
         restore = {"kind": "checkpoint", "path": str(shards), "step": step}
+
+
+def run_over_epoch_ends(
+    directory: Path, script: Path, arguments: Sequence[object], steps_per_epoch: int, count: int, **options: Any
+) -> list[tuple[int, int, int]]:
+    """Stop to storage in the second step of every epoch but the last, and go on in a new process: each stop waits for
+    the end of its epoch. Return number, first step and steps of each epoch in the series."""
+    restore: dict[str, Any] | None = None
+    kept = []
+    for number in range(count):
+        part, shards = directory / f"part-{number}", directory / f"checkpoint-{number}"
+        is_last, end = number + 1 == count, (number + 1) * steps_per_epoch
+        rank = Rank(
+            part, script, arguments, restore=restore, checkpoint=shards,
+            stop_at=0 if is_last else end - steps_per_epoch + 2, at_epoch_end=True, **options,
+        )  # fmt: skip
+        assert rank.end() == (0 if is_last else 75), rank.output()
+        page = rank.page.progress()
+        assert (page.training_epoch, page.training_epochs) == (number, count)
+        if not is_last:
+            assert rank.page.get(Word.CHECKPOINT_STEP) == end, rank.output()
+        restore = {"kind": "checkpoint", "path": str(shards), "step": end}
+        kept.append(parsed(Path(series_path(str(part))).read_text(), number))
+    return [(epoch.number, epoch.first_step, epoch.steps) for epoch in merged(kept).epochs()]
 
 
 def printed_in_parts(directory: Path, stops: Sequence[int]) -> str:

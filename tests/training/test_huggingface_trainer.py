@@ -17,6 +17,7 @@ from training.harness import (
     refused_checkpoint,
     run_gang_in_parts,
     run_in_parts,
+    run_over_epoch_ends,
     run_to_end,
 )
 
@@ -144,6 +145,19 @@ def test_a_script_that_looks_for_its_output_directory_goes_on_as_if_it_had_not_m
     assert (parts / "weights").read_text() == (alone / "weights").read_text()
     replayed = [parts / f"part-{part}/rank-0.replay.log" for part in (1, 2)]
     assert not [line for line in lines(*replayed) if line.startswith("begin from")]
+
+
+def test_a_stop_that_waits_for_an_epoch_comes_behind_its_evaluation_and_the_series_has_each_epoch(
+    tmp_path: Path,
+) -> None:
+    alone, parts = tmp_path / "alone", tmp_path / "parts"
+    run_to_end(alone, script(alone), [alone], managed=False, environment=ALONE)
+
+    epochs = run_over_epoch_ends(parts, script(parts), [parts], 5, 3, agent=True, environment=ALONE)
+
+    assert epochs == [(0, 0, 5), (1, 5, 5), (2, 10, 5)]
+    assert lines(*logs_of_parts(parts, 3)) == lines(alone / "rank-0.log")
+    assert (parts / "weights").read_text() == (alone / "weights").read_text()
 
 
 def test_two_ranks_stop_at_the_same_step_and_end_as_if_never_stopped(tmp_path: Path) -> None:

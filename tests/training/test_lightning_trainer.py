@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from kit.packages import skip_without
-from training.harness import preload, run_in_parts, run_to_end
+from training.harness import preload, run_in_parts, run_over_epoch_ends, run_to_end
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
 skip_without("lightning")
@@ -120,3 +120,20 @@ def test_a_trainer_stopped_at_any_step_ends_as_if_never_stopped(
     table = "lightning_logs/version_0/metrics.csv"
     assert (parts / table).read_text() == (alone / table).read_text()
     assert sorted(path.name for path in (parts / "lightning_logs").iterdir()) == ["version_0"]
+
+
+@pytest.mark.parametrize("until", ["max_epochs=3", "max_steps=15"])
+def test_a_stop_that_waits_for_an_epoch_comes_behind_its_evaluation_and_the_series_has_each_epoch(
+    tmp_path: Path, until: str
+) -> None:
+    alone, parts = tmp_path / "alone", tmp_path / "parts"
+    for path in (script(alone), script(parts)):
+        path.write_text(path.read_text().replace("max_epochs=3", until))
+    run_to_end(alone, alone / "train.py", [alone], managed=False)
+
+    epochs = run_over_epoch_ends(parts, parts / "train.py", [parts], 5, 3, agent=True, environment=ALONE)
+
+    assert epochs == [(0, 0, 5), (1, 5, 5), (2, 10, 5)]
+    logs = [parts / f"part-{number}/rank-0.log" for number in range(3)]
+    assert lines(*logs) == lines(alone / "rank-0.log")
+    assert (parts / "weights").read_text() == (alone / "weights").read_text()

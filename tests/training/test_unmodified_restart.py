@@ -6,7 +6,9 @@ import random
 from pathlib import Path
 
 import pytest
-from training.harness import EXAMPLES, losses, run_in_parts, run_to_end
+from ganger.injob.metrics import series_path
+from ganger.protocol.metric_series import parsed
+from training.harness import EXAMPLES, Rank, losses, run_in_parts, run_to_end, write_script
 
 pytestmark = pytest.mark.torch
 
@@ -68,6 +70,25 @@ def test_a_perturbed_step_fails_the_comparison(tmp_path: Path, reference: tuple[
     assert (tmp_path / "weights").read_text() != (directory / "weights").read_text()
     with pytest.raises(AssertionError):
         _compare(tmp_path, directory)
+
+
+LOGGING = """
+import ganger, torch
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for number, batch in enumerate(torch.utils.data.DataLoader(torch.randn(40, 8), batch_size=4)):
+    model(batch).sum().backward()
+    optimizer.step()
+    ganger.log(number=number)
+"""
+
+
+def test_what_a_script_logs_just_before_it_is_stopped_is_in_its_series(tmp_path: Path) -> None:
+    script = write_script(tmp_path, LOGGING)
+    rank = Rank(tmp_path, script, agent=True, stop_at=3, checkpoint=tmp_path / "checkpoint")
+    assert rank.end() == 75, rank.output()
+    logged = parsed(Path(series_path(str(tmp_path))).read_text()).of("number")
+    assert [point.values for point in logged] == [(0.0,), (1.0,), (2.0,)]
 
 
 def test_the_examples_for_the_agent_contain_nothing_of_ganger() -> None:

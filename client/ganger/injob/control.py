@@ -281,6 +281,8 @@ class Control:
             self._set_step(self.step + 1)
             self.page.set(Word.STEP, self.step)
         self.is_step_owed = False
+        if self.series is not None:
+            self.series.flush()
         self.phase(PagePhase.DONE)
 
     def error(self, error: int, message: str) -> None:

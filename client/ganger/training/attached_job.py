@@ -401,7 +401,7 @@ class TrainingJob:
 
     def _show(self) -> None:
         if self._progress is not None:
-            self._progress.show(self._samples, self._waited_ns, at_stop=True)
+            self._progress.show(self._samples, self._waited_ns)
 
     def _offer_resize(self, control: Control, global_batch: int) -> None:
         """Another number of ranks can continue from here: from the state of each, or from the shards of all of them."""

@@ -260,7 +260,7 @@ class ElasticLoader:
 
 
 class EpochClock:
-    """The time of each epoch of `job.epochs`, without stops and over moves, for the job's series."""
+    """The time of each epoch, without stops and over moves, for the job's series."""
 
     def __init__(self, control: Control | None) -> None:
         self._control = control

@@ -187,7 +187,7 @@ class HuggingFaceTraining(TrainerAdapter):
         target = self.run.target
         if target is None:
             self._pass = None
-            self.run.boundary()
+            self.run.epoch_ends()
         elif not target["used"]:
             set_state_of_loader(self._loaders[-1], target["loader"])
             self.run.arrive()
@@ -211,7 +211,13 @@ class HuggingFaceTraining(TrainerAdapter):
         if self.run.target is not None:
             self._used = self.run.target["used"]
             options["resume_from_checkpoint"] = ""
+        self.run.guarded(self.run.epoch_begins, self._epoch, self._epochs())
         return original(*arguments, **options)
+
+    def _epochs(self) -> int:
+        """Return how many epochs it trains; 0 where its loader has no length."""
+        count = int(self._trainer.state.num_train_epochs)
+        return 0 if count == sys.maxsize else count
 
     def _get_batch_samples(self, original: Any, *arguments: Any, **options: Any) -> Any:
         self.run.guarded(self._before_fetch)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -143,9 +144,11 @@ class LightningTraining(TrainerAdapter):
         self.run.loop_begins()
         target = self.run.target
         if target is None:
-            self.run.guarded(self.run.boundary)
+            self.run.guarded(self.run.epoch_ends)
         elif target["used"] == 0:
             self.run.guarded(self._arrive)
+        if not self.run.is_replaying:
+            self.run.guarded(self._report_epoch)
         self._steps = self._loop.epoch_loop.global_step
         return original()
 
@@ -153,10 +156,20 @@ class LightningTraining(TrainerAdapter):
         self._is_between_epochs = False
         if self.run.target is not None:
             self.run.guarded(self._arrive, fetcher)
+            self.run.guarded(self._report_epoch)
             self._steps = self._loop.epoch_loop.global_step
         else:
             self.run.guarded(self.run.boundary)
         return original(fetcher)
+
+    def _report_epoch(self) -> None:
+        trainer = self._trainer
+        # Negative: without end.
+        count = max(0, trainer.max_epochs or 0)
+        steps_per_epoch = self._loop.max_batches / trainer.accumulate_grad_batches
+        if not count and trainer.max_steps > 0 and math.isfinite(steps_per_epoch):
+            count = math.ceil(trainer.max_steps / max(1, math.ceil(steps_per_epoch)))
+        self.run.epoch_begins(trainer.current_epoch, count)
 
     def _advanced(self, original: Any, fetcher: Any) -> Any:
         result = original(fetcher)

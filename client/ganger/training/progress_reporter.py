@@ -63,10 +63,8 @@ class ProgressReporter:
         self._published = now
         return max(1, min(untold, MOST_STEPS_UNTOLD, self._measure_at - self._steps))
 
-    def show(self, samples: int, waited_ns: int, *, at_stop: bool = False) -> None:
-        """Samples taken by this rank, and how long it has waited for them. `at_stop`: nothing may follow soon."""
-        if at_stop and self._series is not None:
-            self._series.flush()
+    def show(self, samples: int, waited_ns: int) -> None:
+        """Samples taken by this rank, and how long it has waited for them."""
         self._words[Word.SAMPLES] = samples
         self._words[Word.DATA_WAIT] = waited_ns
 

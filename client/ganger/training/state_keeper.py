@@ -179,8 +179,11 @@ class StateKeeper:
         )
 
     def stopped(self, step: int) -> None:
-        """The rank stands at `step`: let the device finish, and the page tell all there is to tell."""
+        """The rank stands at `step`: let the device finish, and the page and the series have all there is to report.
+        Nothing may follow soon, and a rank that leaves runs no exit handlers."""
         _synchronize()
+        if self._control.series is not None:
+            self._control.series.flush()
         self.when_stopped()
 
     def offload(self, request: StopRequest) -> int:

@@ -28,7 +28,8 @@ from typing import Any, Callable
 from torch.utils.data import DataLoader
 
 from ganger.injob.control import Control
-from ganger.injob.page_layout import Capability
+from ganger.injob.page_layout import Capability, Word
+from ganger.training.attached_loops import EpochClock
 from ganger.training.loops import Pass, creation_state, set_creation_state, skip_batches
 from ganger.training.outside_changes import OutsideChanges
 from ganger.training.replay import OutputReplay
@@ -141,6 +142,7 @@ class TrainerRun(ReplayedRun):
         self._calls = 0
         self._is_owed = False
         self._random: dict[str, Any] = {}
+        self._clock = EpochClock(control)
         # Where the trainer's loop is to begin, until it has.
         self.target: dict[str, Any] | None = None if control.restore is None else {}
         self.attach_page(control)
@@ -159,6 +161,7 @@ class TrainerRun(ReplayedRun):
             if target.get("trainer") != adapter.form:
                 self.control.give_up_restore(f"the state is not one of {adapter.form}")
             self.refuse_reasons(target)
+            self._clock.resume(target["clock"])
             self.target = target["place"]
 
     @property
@@ -181,7 +184,28 @@ class TrainerRun(ReplayedRun):
         self.control.is_step_owed = True
         self._samples += samples
 
-    def boundary(self) -> None:
+    def epoch_begins(self, number: int, count: int) -> None:
+        """Epoch `number` of `count` begins, or is the one that a restored state continues. `count`: 0 if the trainer
+        has no number of epochs; then its job reports none."""
+        if self._is_aside:
+            return
+        self._clock.begin(number)
+        self.control.page.set(Word.TRAINING_EPOCH, number)
+        self.control.page.set(Word.TRAINING_EPOCHS, count)
+        self.control.declare_epochs(count > 0)
+
+    def epoch_ends(self) -> None:
+        """The trainer is between two epochs, and has done all that belongs to the first: evaluation, checkpoint."""
+        self._clock.end()
+        self.boundary(ends_epoch=True)
+
+    def training_ends(self) -> None:
+        """The trainer is done. After the last epoch there is no boundary, as no step follows."""
+        self._clock.end()
+        if self.control.series is not None:
+            self.control.series.flush()
+
+    def boundary(self, *, ends_epoch: bool = False) -> None:
         """The trainer is between two steps, with all that belongs to the last one done."""
         if not self._is_owed or self.is_replaying:
             return
@@ -192,7 +216,7 @@ class TrainerRun(ReplayedRun):
                 self._refine()
             self.note_reason(self.why_not_restorable(is_due=False))
             self._progress.publish(1, self._samples, 0, None)
-        self.control.boundary()
+        (self.control.epoch_boundary if ends_epoch else self.control.boundary)()
 
     def safe_point(self) -> None:
         """The trainer evaluates."""
@@ -217,6 +241,7 @@ class TrainerRun(ReplayedRun):
         is_kept = not self._reasons
         return {
             "trainer": self.form,
+            "clock": self._clock.position(),
             "place": self._adapter.loop_position() if is_kept else {},
             "variables": self._adapter.variables.changed() if is_kept else {},
         }
@@ -311,7 +336,9 @@ def hook_calls(trainer: Any, name: str, make: Callable[[Any], TrainerAdapter], b
         current.append(training)
         try:
             with training.hooked():
-                return original(self, *arguments, **options)
+                result = original(self, *arguments, **options)
+            training.run.guarded(training.run.training_ends)
+            return result
         finally:
             current.pop()
 
