@@ -336,6 +336,7 @@ _SENTENCES: dict[str, Callable[[JobTimes, HistoryEvent], str]] = {
     "gang_done": lambda *_: "",
     "suspend_ordered": _suspend_ordered,
     "gang_parked": _parked,
+    "epoch_wait_over": lambda _, event: event.message,
     "resume_ordered": _resume_ordered,
     "move_begun": _move_begun,
     "move_committed": _move_committed,

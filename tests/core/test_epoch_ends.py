@@ -9,6 +9,7 @@ from ganger_master.core.answers import JobAnswer
 from ganger_master.core.commands import CancelJob, DrainNode, MoveJob, ProposePlan, ResumeJob, SuspendJob, Tick
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, ObservedPhase
 from ganger_master.core.job_model import JobSpec, SuspendLevel
+from ganger_master.core.machine import next_wake
 from ganger_master.core.plan_changes import SuspendChange
 from msgspec.structs import replace
 
@@ -45,6 +46,39 @@ def test_a_plan_waits_for_the_end_of_an_epoch_and_the_order_keeps_its_number_at_
     assert gang_of(drive, number).phase is GangPhase.PARKED
     drive.step(SuspendJob(number, SuspendLevel.CHECKPOINT))
     assert gang_of(drive, number).stop_sequence == gang.stop_sequence
+
+
+def test_a_plan_waits_for_an_epoch_no_longer_than_is_set_and_the_history_gives_the_reason() -> None:
+    drive, number = running()
+    suspended_by_plan(drive, number)
+    waiting = gang_of(drive, number)
+    drive.now += drive.state.settings.epoch_wait_s - 1
+    drive.step(Tick())
+    assert gang_of(drive, number) == waiting
+    assert next_wake(drive.state, drive.now) == waiting.since + drive.state.settings.epoch_wait_s
+    drive.now += 1
+    drive.step(Tick())
+    gang = gang_of(drive, number)
+    assert (gang.stop_sequence, gang.park_level, gang.parked_by_plan) == (
+        gang.master_sequence,
+        SuspendLevel.OFFLOAD,
+        True,
+    )
+    reasons = [row.message for row in drive.history if row.kind == "epoch_wait_over"]
+    assert reasons == ["stops at its next step: no epoch of it has ended within 1h (epoch_wait)"]
+    drive.seen(number, gang.epoch, ObservedPhase.PARKED, 80)
+    assert gang_of(drive, number).phase is GangPhase.PARKED
+    assert not drive.state.gangs.at_epoch_ends
+
+
+def test_a_job_that_rests_at_the_end_of_its_epoch_is_not_ordered_to_stop_once_more() -> None:
+    drive, number = running()
+    suspended_by_plan(drive, number)
+    drive.seen(number, gang_of(drive, number).epoch, ObservedPhase.PARKED, 80)
+    resting = gang_of(drive, number)
+    drive.now += drive.state.settings.epoch_wait_s + 1
+    drive.step(Tick())
+    assert gang_of(drive, number) == resting
 
 
 def test_a_user_s_suspend_waits_for_no_epoch_and_overtakes_a_plan_that_does() -> None:

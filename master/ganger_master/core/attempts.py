@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ganger.cluster.resources import Claim
 from ganger.job_state import JobState
@@ -107,6 +107,21 @@ def suspend(state: State, event: JobSuspended) -> None:
     if state.unstored.is_kept:
         figures = event.purpose.figures if gang is None else emptying_figures(state, gang, event.purpose)
         state.history(now, job, "suspend_ordered", event.cause, level=level.name, **figures)
+
+
+def epoch_wait_ends(state: State) -> Iterator[float]:
+    """Yield until when gangs that plans park may go on to the end of their epochs, in Unix seconds."""
+    for epoch in state.gangs.at_epoch_ends:
+        yield state.gangs[epoch].since + state.settings.epoch_wait_s
+
+
+def end_epoch_waits(state: State, now: float, cause: str) -> None:
+    """Let gangs that plans park stop at their next step where no epoch has ended in time. now: Unix seconds."""
+    for epoch in list(state.gangs.at_epoch_ends):
+        gang = state.gangs[epoch]
+        if now >= gang.since + state.settings.epoch_wait_s:
+            state.put_gang(gang_orders.park(gang, gang.park_level, now, gang.parked_by_plan))
+            moves.note_epoch_wait_over(state, state.jobs[gang.job], now, cause)
 
 
 def resume(state: State, event: JobResumed) -> None:

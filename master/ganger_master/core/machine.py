@@ -109,6 +109,7 @@ def next_wake(state: State, now: float) -> float | None:
     times += [ending.ends_at(state, state.jobs[number]) for number in state.jobs.running_limited]
     times += [state.jobs[number].again_at for number in state.jobs.backing_off]
     times += [moves.due_at(state, number) for number in state.jobs.moving]
+    times += attempts.epoch_wait_ends(state)
     times += idle_gpus.park_times(state)
     if state.queue.kept_by_plan:
         times.append(state.queue.kept_by_plan_at + state.settings.move_deadline_s)
@@ -354,6 +355,7 @@ def _time_passed(state: State, event: events.TimePassed) -> None:
     for number in list(state.jobs.moving):
         if now >= moves.due_at(state, number):
             moves.give_up(state, number, now, event.cause)
+    attempts.end_epoch_waits(state, now, event.cause)
     if state.queue.kept_by_plan and now >= state.queue.kept_by_plan_at + state.settings.move_deadline_s:
         # A live planner repeats the places that it keeps within this time.
         state.queue.kept_by_plan = {}

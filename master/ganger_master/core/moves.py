@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from ganger.job_state import JobState
+from ganger.text import format_duration
 from msgspec.structs import replace
 
 from ganger_master.core import ending, gang_orders
@@ -46,21 +47,29 @@ def give_up(state: State, number: int, now: float, cause: str) -> None:
         is_ordered = source.intent is GangIntent.HAND_OVER
         state.put_gang(gang_orders.hand_over(source) if is_ordered else source)
         state.put_gang(replace(destination, since=now))
+        note_epoch_wait_over(state, job, now, cause)
         return
-    abort(state, job, destination, now, cause, _late_node(state, state.gangs[job.epoch], destination))
+    abort(state, job, destination, now, cause, _late_node(source, destination, _longest_s(state, job)))
 
 
-def _late_node(state: State, source: Gang, destination: Gang) -> str:
+def note_epoch_wait_over(state: State, job: JobRecord, now: float, cause: str) -> None:
+    """Record that a job is stopped at its next step, as no epoch of it has ended in time."""
+    within = f"no epoch of it has ended within {format_duration(state.settings.epoch_wait_s)} (epoch_wait)"
+    state.history(now, job, "epoch_wait_over", cause, f"stops at its next step: {within}")
+
+
+def _late_node(source: Gang, destination: Gang, within_s: float) -> str:
     """Return the node that a move waits for and why: the destination prepares, the source stops, its state arrives."""
     ready = ObservedPhase.READY
     late = _not_in(destination, ObservedPhase.PREPARED, ready)
     what = "was not ready"
     if late is None:
-        late, what = _not_in(source, ObservedPhase.PARKED), "did not stop"
+        waits = " at the end of an epoch" if source.stops_at_epoch_end else ""
+        late, what = _not_in(source, ObservedPhase.PARKED), f"did not stop{waits}"
     if late is None:
         late, what = _not_in(destination, ready) or destination.pieces[0], "was not ready"
     seen = "" if late.phase is ObservedPhase.NONE else f" ({late.phase.value})"
-    return f"nodes/{late.claim.node} {what} within {state.settings.move_deadline_s:g} s{seen}"
+    return f"nodes/{late.claim.node} {what} within {within_s:g} s{seen}"
 
 
 def _not_in(gang: Gang, *phases: ObservedPhase) -> Piece | None:
@@ -83,12 +92,15 @@ def reason_against(job: JobRecord) -> str:
 def due_at(state: State, number: int) -> float:
     """Return when the move of a job is given up, by the master's clock."""
     job = state.jobs[number]
+    return state.gangs[job.next_epoch].since + _longest_s(state, job)
+
+
+def _longest_s(state: State, job: JobRecord) -> float:
     grace_s = job.spec.stop_grace_s if job.saves_itself else 0.0
-    waits_s = state.settings.move_deadline_s + grace_s
+    longest_s = state.settings.move_deadline_s + grace_s
     source = state.gangs.get(job.epoch)
-    if source is not None and source.stops_at_epoch_end:
-        waits_s = max(waits_s, state.settings.epoch_wait_s)
-    return state.gangs[job.next_epoch].since + waits_s
+    waits_for_epoch = source is not None and source.stops_at_epoch_end
+    return max(longest_s, state.settings.epoch_wait_s) if waits_for_epoch else longest_s
 
 
 def let_hand_over(state: State, job: JobRecord, now: float) -> bool:

@@ -72,7 +72,7 @@ class CoreSettings:
     residue_bytes: int = 1 << 30
     # A move whose destination is not ready by then is given up; the source continues.
     move_deadline_s: float = 600.0
-    # Longest wait of a move for the end of an epoch, of a job that is scheduled at those; a drain stops it then.
+    # Longest wait of a plan for the end of an epoch, of a job that is scheduled at those.
     epoch_wait_s: float = 3600.0
     turn_lease_s: float = 0.5
     turns_at_once: int = 256

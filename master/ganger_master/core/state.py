@@ -22,7 +22,7 @@ from ganger_master.core.accounting import Owner, UserUsage, limits_of
 from ganger_master.core.commands import Observe, ObservedSlices, RecordedEnd
 from ganger_master.core.desired_projection import DesiredProjection
 from ganger_master.core.events import Dirty, HistoryRow, StoredChanges, Unstored, cut
-from ganger_master.core.gang_model import Gang, GangIntent, StoredOrder, TimesliceGroup, uses_otherwise
+from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, StoredOrder, TimesliceGroup, uses_otherwise
 from ganger_master.core.job_model import JobRecord, Request
 from ganger_master.core.node_closures import NodeClosures
 from ganger_master.core.node_model import AccessToken, Counters, Node, Reservation
@@ -138,6 +138,9 @@ class State:
         self.gangs[gang.epoch] = gang
         if gang.idle is not None or self.gangs.idle:
             list_if(self.gangs.idle, gang.epoch, gang.idle is not None and gang.intent is GangIntent.RUN)
+        if gang.stops_at_epoch_end or self.gangs.at_epoch_ends:
+            is_parked_there = gang.stops_at_epoch_end and gang.phase is GangPhase.STOPPING
+            list_if(self.gangs.at_epoch_ends, gang.epoch, is_parked_there)
         if self.unstored.is_kept:
             self.unstored.put(("gang", str(gang.epoch)), gang)
         dirty = self.dirty

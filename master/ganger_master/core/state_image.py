@@ -72,6 +72,7 @@ class Image(Struct, frozen=True, gc=False):
     moving: tuple[int, ...] = ()
     backing_off: tuple[int, ...] = ()
     idle: tuple[int, ...] = ()
+    at_epoch_ends: tuple[int, ...] = ()
     draining: tuple[str, ...] = ()
     faulty: tuple[str, ...] = ()
     choosy: tuple[str, ...] = ()
@@ -125,8 +126,8 @@ _MAPPINGS = _paths(
     " cores_curves"
 )
 _SETS = _paths(
-    "jobs.finished jobs.running_limited jobs.moving jobs.backing_off gangs.idle queue.resuming nodes.draining"
-    " nodes.faulty nodes.reserved nodes.tested nodes.choosy nodes.unheard"
+    "jobs.finished jobs.running_limited jobs.moving jobs.backing_off gangs.idle gangs.at_epoch_ends queue.resuming"
+    " nodes.draining nodes.faulty nodes.reserved nodes.tested nodes.choosy nodes.unheard"
 )
 _VALUES = ("nodes", "jobs", "gangs", "gangs.sets", "jobs.former", "usage", "reservations", "tokens")
 

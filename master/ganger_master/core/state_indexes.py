@@ -213,7 +213,8 @@ class GangIndex(dict[int, Gang]):
     epochs_of: by job, ascending. places_on: by node and epoch, in the order of epochs, which of the gang's pieces is
     there. sets: the time-slice groups by number. set_of, set_on: the group of an epoch and of a node. last_reports: by
     node and epoch the last report of a gang, and gang and job as it left them. rows_seen: by group and node the last
-    report of its time slices. idle: gangs that run without using their devices.
+    report of its time slices. idle: gangs that run without using their devices. at_epoch_ends: gangs that a plan parks
+    at the end of an epoch.
     """
 
     def __init__(self) -> None:
@@ -226,6 +227,7 @@ class GangIndex(dict[int, Gang]):
         self.last_reports: dict[tuple[str, int], tuple[ObservedGang, Gang, JobRecord]] = {}
         self.rows_seen: dict[tuple[int, str], ObservedSlices] = {}
         self.idle: dict[int, None] = {}
+        self.at_epoch_ends: dict[int, None] = {}
 
     def of_job(self, number: int) -> list[Gang]:
         """Return all gangs of a job that still have something somewhere, oldest first."""
@@ -279,6 +281,7 @@ class GangIndex(dict[int, Gang]):
         """Remove a gang and return it. known_nodes: those whose entries stay although no gang is left there."""
         gang = self.pop(epoch)
         self.idle.pop(epoch, None)
+        self.at_epoch_ends.pop(epoch, None)
         self.epochs_of[gang.job].remove(epoch)
         if not self.epochs_of[gang.job]:
             del self.epochs_of[gang.job]
