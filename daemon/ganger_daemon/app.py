@@ -455,7 +455,7 @@ class Daemon:
                 used = {gang.parts.launcher.key for gang in self.gangs.all()}
                 # it holds images that are moved
                 self.host.launchers.let_go(used | {self.host.launchers.restorer_key})
-                await asyncio.to_thread(self.host.launchers.bound_logs)
+                await asyncio.to_thread(self.host.launchers.tend_logs)
                 for event in self.host.devices.take_events():
                     log.warning("device event", extra={"device": event.device, "reason": event.message})
                 found = self.host.devices.faults(), self.host.devices.warnings()

@@ -8,6 +8,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -213,10 +214,25 @@ def test_the_log_of_a_launcher_is_kept_small_while_it_is_written_to(place: Path)
     path = place / "run" / "any-one.log"
     with path.open("ab", buffering=0) as log:
         log.write(b"x" * (9 << 20))
-        launchers.bound_logs()
+        launchers.tend_logs()
         log.write(b"the end\n")
     assert path.stat().st_blocks * 512 <= 4 << 20
     assert path.read_bytes().endswith(b"x" * (1 << 20) + b"the end\n")
+
+
+def test_the_logs_of_launchers_that_have_ended_are_removed_after_a_while(place: Path) -> None:
+    launchers, run = make(place), place / "run"
+    (run / "1001").mkdir()
+    for name in ("gone-code", "1001-gone.1-code", "alive-code", "1001-alive-code", "starting-code", "fresh-code"):
+        (run / f"{name}.log").touch()
+        if not name.startswith("fresh"):
+            os.utime(run / f"{name}.log", (1.0, 1.0))
+    for socket_path in (run / "alive-code.sock", run / "1001" / "alive-code.sock"):
+        socket_path.touch()
+    with launchers._starting.setdefault("starting-code", threading.Lock()):
+        launchers.tend_logs()
+    left = sorted(path.stem for path in run.glob("*.log"))
+    assert left == ["1001-alive-code", "alive-code", "fresh-code", "starting-code"]
 
 
 def test_a_gang_that_needs_a_launcher_alone_takes_the_first_that_no_other_holds(place: Path) -> None:

@@ -49,6 +49,8 @@ _LEAST_S = 0.05
 _MOST_PRELOADED = 16
 # Most that the log of a launcher takes of the run directory.
 _LOG_BYTES = 4 << 20
+# How long the log of a launcher that has ended is kept after its last line, for people.
+_LOG_KEPT_S = 3600.0
 # Of other accounts, the newest count.
 _MOST_LAUNCHERS = 1_000
 
@@ -275,7 +277,7 @@ class Launchers:
         own = [(path, os.geteuid()) for path in sorted(self._directory.glob("*.sock"))]
         # By their logs, as an account may make any number of sockets in its directory.
         logs = sorted(self._directory.glob("*-*-*.log"), key=lambda path: path.stat().st_mtime)
-        keys = [log.stem.replace("-", "/", 1) for log in logs[-_MOST_LAUNCHERS:]]
+        keys = [_key_of(log) for log in logs[-_MOST_LAUNCHERS:]]
         found = [(self.socket_path(key), _uid_of(key)) for key in keys]
         return own + [(path, uid) for path, uid in found if uid != os.geteuid() and os.path.lexists(path)]
 
@@ -321,11 +323,27 @@ class Launchers:
             for key in unused:
                 self._known.pop(key).close()
 
-    def bound_logs(self) -> None:
-        """Keep the logs of launchers small: what a script prints before it is settled, and whatever an account's
-        launcher writes. Blocks. Raises OSError."""
+    def tend_logs(self) -> None:
+        """Keep the logs of launchers small (what a script prints before it is settled, and whatever an account's
+        launcher writes), and remove those of launchers that are gone. Blocks. Raises OSError."""
+        latest = time.time() - _LOG_KEPT_S
         for path in self._directory.glob("*.log"):
             bound_log(path, _LOG_BYTES)
+            if path.stat().st_mtime < latest:
+                self._remove_log(path)
+
+    def _remove_log(self, path: Path) -> None:
+        """Remove the log of a launcher that has ended: it has removed its socket."""
+        key = _key_of(path)
+        with self._lock:
+            starting = self._starting.setdefault(key, threading.Lock())
+        # A launcher that starts has no socket yet.
+        if starting.acquire(blocking=False):
+            try:
+                if not os.path.lexists(self.socket_path(key)):
+                    path.unlink()
+            finally:
+                starting.release()
 
     def stop_idle(self, older_only: bool) -> None:
         """End launchers without ranks: all, or those with other code than ours. Others end with their last rank."""
@@ -406,6 +424,12 @@ def _number_of(key: str) -> int:
     """Return the number of a launcher among those of its kind (see `Launchers.take`)."""
     number = key.rpartition("-")[0].partition(".")[2]
     return int(number) if number.isdecimal() else 0
+
+
+def _key_of(log_path: Path) -> str:
+    """Return the name of the launcher that a log is of."""
+    # With a uid before it there are two signs: kind and code have one between them.
+    return log_path.stem.replace("-", "/", 1) if log_path.stem.count("-") > 1 else log_path.stem
 
 
 def _uid_of(key: str) -> int:
