@@ -106,10 +106,17 @@ def unit_text(program: Program, command: Sequence[str], *, user: str = "", writa
 
 
 def directories_of(flags: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the options among these that name a directory, with their values, in both forms: apart, and by "="."""
-    apart = list(pairwise([*flags, ""]))
-    found = [(name, value) if name in _DIRECTORIES else tuple(name.split("=", 1)) for name, value in apart]
-    return [(one[0], one[1]) for one in found if len(one) == 2 and one[0] in _DIRECTORIES]
+    """Return the options among these that name a directory, with their values."""
+    return [(name, value) for name in _DIRECTORIES if (value := value_of(flags, name))]
+
+
+def value_of(flags: Sequence[str], name: str) -> str:
+    """Return the last value of an option among these, in both forms: apart, and by "="; '' without it."""
+    found = ""
+    for flag, value in pairwise([*flags, ""]):
+        if flag == name or flag.startswith(f"{name}="):
+            found = value if flag == name else flag.partition("=")[2]
+    return found
 
 
 def command_of(unit: str) -> list[str]:

@@ -13,7 +13,18 @@ from pathlib import Path
 
 import pytest
 from ganger.cli.diagnosis import clock_finding
-from ganger.cli.host_checks import FAIL, OK, WARN, Finding, certificate_finding, host_findings, mended, socket_findings
+from ganger.cli.host_checks import (
+    FAIL,
+    OK,
+    WARN,
+    Finding,
+    certificate_finding,
+    host_findings,
+    master_of_unit,
+    mended,
+    socket_findings,
+)
+from ganger.cli.main import run
 from ganger.service_unit import DAEMON_UNIT, DROP_IN, MASTER_UNIT, unit_text
 from ganger.wire.certificate_authority import life_of
 from ganger.wire.endpoints import write_endpoint
@@ -245,6 +256,34 @@ def test_the_difference_of_clocks_is_shown(master_s: float, level: str, found: s
     finding = clock_finding(master_s, 1_000.0, 1_000.1)
     assert (finding.level, finding.subject) == (level, "clock")
     assert found in finding.found
+
+
+def test_on_a_node_the_command_asks_the_master_that_the_unit_of_the_daemon_names(
+    master: CannedMaster,
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(machine.directory))
+    monkeypatch.setattr("ganger.cli.diagnosis.master_of_unit", lambda: master_of_unit(machine.units))
+    master.nodes.nodes.add(name="nodes/n1", state=1)
+    assert run(["doctor"]) == 0
+    assert "WARN  master: no cluster is known here" in capsys.readouterr().out
+    machine.write_unit(DAEMON_UNIT, f"--master={master.directory}")
+    assert run(["doctor"]) == 0
+    assert "master: version 9.9" in capsys.readouterr().out
+    (master.directory / "endpoint.json").unlink()
+    assert run(["doctor"]) == 4
+    assert "FAIL  master: " in capsys.readouterr().out
+
+
+def test_the_master_of_a_unit_is_not_called_with_a_certificate_that_this_user_may_not_show(machine: Machine) -> None:
+    tls = machine.directory / "tls"
+    machine.write_unit(DAEMON_UNIT, "--master", "m.lab:7070,m2.lab:7070", "--tls", str(tls))
+    assert master_of_unit(machine.units) == ("", "")
+    tls.mkdir()
+    (tls / "key.pem").touch()
+    assert master_of_unit(machine.units) == ("m.lab:7070,m2.lab:7070", str(tls))
 
 
 def test_the_command_marks_what_it_can_mend_and_mends_it(

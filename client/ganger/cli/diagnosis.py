@@ -27,7 +27,16 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from ganger.cli.checkout import require_server
-from ganger.cli.host_checks import FAIL, OK, WARN, Finding, certificate_finding, host_findings, mended
+from ganger.cli.host_checks import (
+    FAIL,
+    OK,
+    WARN,
+    Finding,
+    certificate_finding,
+    host_findings,
+    master_of_unit,
+    mended,
+)
 from ganger.cli.options import json_option, number, open_client
 from ganger.console import CommandError, Directory, ExitCode, enum_text, plain, print_json, print_line
 from ganger.text import counted, os_failure
@@ -51,7 +60,7 @@ ENTRY_POINTS: Final = "ganger.node_checks"
 @click.option("--fix", is_flag=True, help="Mend what is marked with *: what has one right state, and no job feels.")
 @json_option
 def doctor(storage: Path | None, tls: Path | None, criu: str, fix: bool, as_json: bool) -> None:
-    """Check this machine as a node, the master that --master names, and all its nodes.
+    """Check this machine as a node, the master that --master or the unit of its daemon names, and all its nodes.
 
     Prints what was found and what to do. Ends with 4 if anything is marked FAIL.
     """
@@ -160,14 +169,25 @@ def capability_findings(subject: str, capabilities: Mapping[str, str]) -> Iterat
 def _of_the_cluster(tls: Path | None) -> Iterator[Finding]:
     from ganger import __version__
     from ganger.client import Client
-    from ganger.wire.endpoints import TLS_VARIABLE, EndpointError, find_endpoint
+    from ganger.wire.endpoints import (
+        ENDPOINT_FILE,
+        MASTER_VARIABLE,
+        TLS_VARIABLE,
+        EndpointError,
+        default_state_directory,
+        find_endpoint,
+    )
     from ganger.wire.errors import ApiError, RoleNotPermitted
 
-    named = click.get_current_context().find_root().obj
+    named = click.get_current_context().find_root().obj or os.environ.get(MASTER_VARIABLE, "")
     nodes: list[Node] | None = None
     try:
-        own = str(tls) if tls is not None and not os.environ.get(TLS_VARIABLE) else None
-        with Client(find_endpoint(named, own)) as client:
+        own = "" if tls is None else str(tls)
+        if not named and not (default_state_directory() / ENDPOINT_FILE).exists():
+            # On a node no user has named the master, but its daemon knows it.
+            named, of_daemon = master_of_unit()
+            own = own or of_daemon
+        with Client(find_endpoint(named or None, os.environ.get(TLS_VARIABLE) or own or None)) as client:
             began_s = time.time()
             cluster = client.get_cluster()
             ended_s = time.time()
@@ -175,8 +195,7 @@ def _of_the_cluster(tls: Path | None) -> Iterator[Finding]:
                 nodes = list(client.list_nodes().nodes)
     except (EndpointError, ApiError, OSError) as error:
         # Else there may be none yet.
-        is_named = named or os.environ.get("GANGER_MASTER")
-        yield Finding(FAIL if is_named else WARN, "master", os_failure(error))
+        yield Finding(FAIL if named else WARN, "master", os_failure(error))
         return
     yield from cluster_findings(cluster, __version__, None if nodes is None else len(nodes))
     if cluster.HasField("current_time"):

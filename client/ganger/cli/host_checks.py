@@ -23,6 +23,7 @@ from ganger.service_unit import (
     UNITS,
     command_of,
     directories_of,
+    value_of,
 )
 from ganger.text import os_failure
 
@@ -76,6 +77,17 @@ def host_findings(units: Path = UNITS, systemd: Path = Path("/run/systemd/system
         # At last: a unit that is started needs all of that.
         if systemd.is_dir():
             yield from _unit_findings(units / name)
+
+
+def master_of_unit(units: Path = UNITS) -> tuple[str, str]:
+    """Return the master that the unit of this machine's daemon names, and the directory of its certificate; '' for
+    neither, and for a certificate that is not this user's to show."""
+    try:
+        words = command_of((units / DAEMON_UNIT).read_text())
+    except OSError:
+        return "", ""
+    tls = value_of(words, "--tls")
+    return (value_of(words, "--master"), tls) if not tls or os.access(Path(tls, "key.pem"), os.R_OK) else ("", "")
 
 
 # -- units -------------------------------------------------------------------------------------------------------------
