@@ -138,19 +138,25 @@ class CapacityIndex:
     @contextmanager
     def excluding(self, names: Collection[str]) -> Iterator[None]:
         """Meanwhile nothing is found on these nodes."""
-        slots = [slot for name in names if (slot := self.view.slots.get(name)) is not None]
-        if not slots:
-            yield
-            return
-        for slot in slots:
-            if self._alike[slot] is not None:
-                self._put((slot,), 1 << slot, self._alike[slot], None)
+        entries: dict[Alike, list[int]] = {}
+        for name in names:
+            slot = self.view.slots.get(name)
+            alike = None if slot is None else self._alike[slot]
+            if slot is not None and alike is not None:
+                entries.setdefault(alike, []).append(slot)
+        for alike, slots in entries.items():
+            self._put(slots, together(slots, len(self._alike)), alike, None)
         try:
             yield
         finally:
-            self._passed_over.clear()
-            for slot in slots:
-                self._changed(slot)
+            if entries:
+                self._passed_over.clear()
+            seen_at, changed_at = self._seen_at, self.view.journal.changed_at
+            for alike, slots in entries.items():
+                if any(self._alike[slot] is not None or seen_at[slot] != changed_at[slot] for slot in slots):
+                    self._all_changed(slots)
+                else:
+                    self._put(slots, together(slots, len(self._alike)), None, alike)
 
     def query(self, shape: GangShape) -> FeasibilityQuery:
         """Return the query of a shape, which remembers its answers for each class of equal nodes."""
@@ -357,7 +363,10 @@ class CapacityIndex:
         number = 0 if alike is None else alike.number
         for slot in slots:
             self._alike[slot] = alike
-            self._numbers[slot] = number
+        if len(slots) == 1:
+            self._numbers[slots[0]] = number
+        else:
+            self._numbers[slots] = number
         self._journal.extend(slots)
 
     def _flip(self, alike: Alike, slots: Slots) -> None:

@@ -74,6 +74,9 @@ class PartitionRoom:
     def _path(self, partition: int) -> list[tuple[int, frozenset[int]]]:
         """Return a shortest path to a group with GPUs left, empty for none: the partition takes of the first group,
         whose part of the next partition goes to the next group, and so on."""
+        for group, left in self._left.items():
+            if left > 0 and partition in group:
+                return [(partition, group)]
         paths = [[(partition, group)] for group in self._left if partition in group]
         seen = {path[-1][1] for path in paths}
         for path in paths:
