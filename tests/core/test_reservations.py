@@ -17,6 +17,7 @@ from ganger_master.core.answers import Done, Refused, Rejected
 from ganger_master.core.approval import find_place, has_place
 from ganger_master.core.commands import (
     CancelJob,
+    CordonNode,
     DeleteReservation,
     KeepPlace,
     ProposePlan,
@@ -332,13 +333,17 @@ def test_an_update_gives_a_running_job_no_time_that_reaches_a_reservation_unless
 
 
 @pytest.mark.parametrize("policy", ["fifo", "las"])
-def test_why_names_a_reservation_that_lies_ahead_and_makes_no_forecast(policy: str) -> None:
+def test_why_names_a_reservation_that_lies_ahead_and_its_end(policy: str) -> None:
     drive = Drive(1, dataclasses.replace(NEVER_SILENT, policy=policy))
     drive.step(ReserveNodes(COURSE, "olga"))
     late, early = drive.submit(opaque_job(), "cat"), drive.submit(opaque_job(60.0), "cat")
     found = explain(drive.state, late, drive.now)
-    assert (found.blockers[0].reason, found.is_ranked, found.start_before_s) == (Reason.NODE_RESERVED, False, 0.0)
-    assert found.assumption.startswith("unknown, because the node is reserved in")
+    assert (found.blockers[0].reason, found.is_ranked) == (Reason.NODE_RESERVED, False)
+    assert found.start_before_s == pytest.approx(COURSE.end - drive.now)
+    assert found.assumption == (
+        "jobs run to their time limits, reservations to their ends, reservation course being the last needed, and no"
+        " job is ahead"
+    )
     assert Reason.NODE_RESERVED not in [one.reason for one in explain(drive.state, early, drive.now).blockers]
     drive.join("n2")
     reasons = [one.reason for one in explain(drive.state, late, drive.now).blockers]
@@ -565,3 +570,23 @@ def test_a_job_that_starts_because_a_reservation_was_deleted_has_not_waited_for_
     drive.start(waits)
     (approved,) = [row for row in drive.history if row.kind == "gang_approved" and row.subject == f"jobs/{waits}"]
     assert "after" not in approved.figures
+
+
+@pytest.mark.parametrize("policy", ["fifo", "las"])
+@pytest.mark.parametrize("users", [("ann",), ()], ids=["for others", "for maintenance"])
+def test_why_estimates_that_a_job_starts_once_the_reservations_that_it_needs_have_ended(
+    policy: str, users: tuple[str, ...]
+) -> None:
+    drive = Drive(3, dataclasses.replace(NEVER_SILENT, policy=policy))
+    for number, name in enumerate(("n1", "n2", "n3"), 1):
+        one = replace(COURSE, name=f"of-{name}", nodes=(name,), start=0.0, end=1_000.0 * number, users=users)
+        drive.step(ReserveNodes(replace(one, lead_s=0.0), "olga"))
+    waits = [drive.submit(job_of(gpus), "eve") for gpus in (3, 8, 12)]
+    found = [explain(drive.state, number, drive.now) for number in waits]
+    assert [one.start_before_s for one in found] == [pytest.approx(1_000.0 * n - drive.now) for n in (1, 2, 3)]
+    assert "reservation of-n2 being the last needed" in found[1].assumption
+    # A node that an operator has closed, too, does not open with the end of its reservation.
+    drive.step(CordonNode("n1", "new fan", "olga"))
+    again = explain(drive.state, waits[0], drive.now)
+    assert again.start_before_s == pytest.approx(2_000.0 - drive.now)
+    assert explain(drive.state, waits[2], drive.now).start_before_s == 0.0

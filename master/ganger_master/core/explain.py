@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.placement import candidates
@@ -39,11 +40,13 @@ _NEVER = 1e12
 
 
 class Holder(Struct, frozen=True, gc=False):
-    """A gang's claims and the time at which it ends at the latest; None: unknown."""
+    """A gang's claims and the time at which it ends at the latest; None: unknown. Or a reservation, which closes
+    `nodes` to a job until then."""
 
-    job: str
+    name: str
     claims: tuple[Claim, ...]
     ends_by: float | None
+    nodes: frozenset[str] = frozenset()
 
 
 class StartEstimate(Struct, frozen=True, gc=False):
@@ -75,30 +78,35 @@ def estimate(view: View, shape: GangShape, holders: Sequence[Holder], now: float
 
     Holders may end sooner, so the interval begins now. Jobs ahead in the queue do not count, as the assumption states.
     """
-    if _fits(view, shape):
+    limited = sorted(
+        [(one.ends_by, one.name, one) for one in holders if one.ends_by is not None], key=lambda one: one[:2]
+    )
+
+    def fits(later: View, ended: int) -> bool:
+        closed = shape.closed_nodes.union(*[one.nodes for _, _, one in limited[ended:]])
+        return _fits(later, shape if closed == shape.closed_nodes else replace(shape, closed_nodes=closed))
+
+    if fits(view, 0):
         if widest_now(shape, 0.0) < shape.locality.widest:
             left = shape.locality.patience_s
             return StartEstimate(0.0, left, "its patience ends by then and nothing it needs is taken meanwhile")
         return StartEstimate(0.0, 1.0, "it can be placed at once and no job is ahead")
-    limited = sorted(
-        [(one.ends_by, one.job, one) for one in holders if one.ends_by is not None], key=lambda one: one[:2]
-    )
     # Room only grows as jobs end: find the number that must end by bisection.
     low, high, later = 0, len(limited) + 1, view
     while low + 1 < high:
         middle = (low + high) // 2
         tried = _without(later, limited[low:middle])
-        if _fits(tried, shape):
+        if fits(tried, middle):
             high = middle
         else:
             low, later = middle, tried
     if high <= len(limited):
         ends_by, last, _ = limited[high - 1]
         before = max(1.0, ends_by - now)
-        return StartEstimate(
-            0.0, before, f"jobs run to their time limits, {last} being the last needed, and no job is ahead"
-        )
-    unlimited = [holder.job for holder in holders if holder.ends_by is None]
+        run = "jobs run to their time limits"
+        run += ", reservations to their ends" if any(one.nodes for one in holders) else ""
+        return StartEstimate(0.0, before, f"{run}, {last} being the last needed, and no job is ahead")
+    unlimited = [holder.name for holder in holders if holder.ends_by is None]
     if unlimited:
         return StartEstimate(0.0, 0.0, f"unknown, because {unlimited[0]} has no time limit")
     return StartEstimate(0.0, 0.0, "unknown, because it would not fit even if all running jobs ended")
@@ -172,6 +180,9 @@ def _explain(state: State, job: JobRecord, now: float, has_planner: bool) -> Exp
     if full := full_share(state, job, job.gpus):
         until = f"unknown, because that depends on when other jobs of {full[0]} end"
         return Explanation(blockers, assumption=until, share=full)
+    if blockers and blockers[0].reason in _CLOSED and (closers := _closers(state, job, now)):
+        found = _once_open(state, job, closers, now)
+        return Explanation(blockers, found.after, found.before, found.assumption)
     if state.is_planned:
         blockers = _lacks_memory(state, job) or blockers
         assumption = "unknown, because each pass decides anew which job gets the next free devices"
@@ -444,6 +455,34 @@ def _placement_blockers(state: State, job: JobRecord, now: float, view: View) ->
     return placement_blockers(
         view, job.shape, waited=now - job.pending_since, protected=protected, rank=rank, job=job.name
     )
+
+
+# Refusals of nodes that may be open once a reservation has ended.
+_CLOSED: Final = (Reason.NODE_RESERVED, Reason.NODE_UNAVAILABLE)
+
+
+def _closers(state: State, job: JobRecord, now: float) -> list[Holder]:
+    """Return the reservations that close nodes to a job which are open to it otherwise."""
+    closed = reservations.closed_to(state, job, now)
+    emptied = {name for name in state.nodes.reserved if replace(state.nodes[name], reservation="").takes_gangs}
+    found = []
+    for one in state.reservations.values():
+        nodes = [name for name in one.nodes if name in closed or name in state.nodes.reserved]
+        nodes = [name for name in nodes if name in emptied or (name in state.nodes and state.nodes[name].takes_gangs)]
+        if nodes and job.user not in one.users:
+            found.append(Holder(f"reservation {one.name}", (), one.end, frozenset(nodes)))
+    return found
+
+
+def _once_open(state: State, job: JobRecord, closers: Sequence[Holder], now: float) -> StartEstimate:
+    """Estimate when a job starts that reservations keep out: they end at the latest when they were made to."""
+    view = state.view.copy()
+    for name in frozenset[str]().union(*[one.nodes for one in closers]):
+        view.set_available(name, True)
+    for refusal in forbidden_nodes(state, job, now):
+        if refusal.reason is not Reason.NODE_RESERVED:
+            view.set_available(refusal.node, False)
+    return estimate(view, job.shape, [*_holders(state, now), *closers], now)
 
 
 def _holders(state: State, now: float) -> list[Holder]:
