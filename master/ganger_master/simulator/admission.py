@@ -8,7 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from ganger.cluster.placement import impossible
@@ -47,7 +47,7 @@ def specs_of(
     trace's clock. `partitioned`: the cluster has partitions, so that those of the jobs count.
     """
     largest = _largest_by_type(servers)
-    made: dict[tuple[int, int, int, TaskShape, int, str, str, float, float, str], JobSpec] = {}
+    made: dict[tuple[Any, ...], JobSpec] = {}
     nothing = [math.nan] * len(jobs)
     # Lists: reading single elements of NumPy arrays takes seconds for a hundred thousand jobs.
     columns = zip(
@@ -64,16 +64,18 @@ def specs_of(
         np.where(np.isnan(jobs.deadline_s), 0.0, jobs.deadline_s + epoch_s).tolist(),
         jobs.weight.tolist(),
         jobs.partition.texts() if partitioned else [""] * len(jobs),
+        (~np.isnan(jobs.epoch_s)).tolist(),
         strict=True,
     )
     specs = []
-    for gpus, least, most, cpus, memory, disk, net, priority, device_type, model, deadline, weight, inside in columns:
+    for gpus, least, most, cpus, memory, disk, net, *rest in columns:
+        priority, device_type, model, deadline, weight, inside, at_epochs = rest
         millicores = 0 if math.isnan(cpus) else int(1000 * cpus) // gpus
         each = 0 if math.isnan(memory) else int(memory) // gpus
         bandwidth = tuple([0 if math.isnan(amount) else math.ceil(amount / gpus) for amount in (disk, net)])
         task = TaskShape(1, millicores, each, bandwidth if any(bandwidth) else ())
         sizes = (least, most) if least < most else (0, 0)
-        key = (gpus, *sizes, task, priority, device_type, model, deadline, weight, inside)
+        key = (gpus, *sizes, task, *rest)
         spec = made.get(key)
         if spec is None:
             spec = made[key] = JobSpec(
@@ -88,6 +90,7 @@ def specs_of(
                 deadline=deadline,
                 weight=weight,
                 partition=inside,
+                is_scheduled_at_epochs=at_epochs,
             )
         specs.append(spec)
     return specs

@@ -64,6 +64,8 @@ class ModelledJobs(Protocol):
     def begins(self, number: int, gang: Gang, held_since: float) -> float: ...
     # Record that the gang continues with other cores, memory or company; return the new end; None: unchanged.
     def changes(self, number: int, gang: Gang) -> float | None: ...
+    # Return when the job, which trains, comes to the end of an epoch; the present time if it is not stopped there only.
+    def epoch_end(self, number: int) -> float: ...
     # Record its last step for now. It starts to save its state.
     def halts(self, number: int, gang: Gang) -> None: ...
     # Record that the gang released its devices. `finished`: the job is done.
@@ -160,7 +162,7 @@ class NodeModel:
         finishes = self._replay.changes(number, followed.gang)
         if finishes is not None and followed.is_training:
             followed.finishes = finishes
-            self._at(finishes, followed, self._finished)
+            self._train_on(followed)
 
     # -- time slices -------------------------------------------------------------------------------------------------
 
@@ -284,6 +286,15 @@ class NodeModel:
         followed.first_step = self._clock.now
         self._report(followed, ObservedPhase.RUNNING)
         followed.finishes = self._replay.begins(followed.job.number, followed.gang, followed.held_since)
+        self._train_on(followed)
+
+    def _train_on(self, followed: _Followed) -> None:
+        """Let it train to its end, or to the end of the epoch at which it is to stop."""
+        if followed.gang.stops_at_epoch_end and followed.gang.intent is not _RUN:
+            epoch_ends = self._replay.epoch_end(followed.job.number)
+            if epoch_ends < followed.finishes:
+                self._at(epoch_ends, followed, self._stop)
+                return
         self._at(followed.finishes, followed, self._finished)
 
     def _obey(self, followed: _Followed) -> None:
@@ -306,7 +317,7 @@ class NodeModel:
             finishes = self._replay.changes(followed.job.number, followed.gang)
             if finishes is not None:
                 followed.finishes = finishes
-            self._at(followed.finishes, followed, self._finished)
+            self._train_on(followed)
             self._report(followed, ObservedPhase.RUNNING)
         elif was_stopping:
             self._later(0.0 if followed.is_saving else self._costs.start_s, followed, self._trains)
@@ -315,12 +326,17 @@ class NodeModel:
         self._gone(followed, OutcomeKind.DONE)
 
     def _stop(self, followed: _Followed) -> None:
-        """Stop at the next boundary, which is now. The gang holds its devices until its state is saved."""
+        """Stop at the next boundary, which is now, or at the end of its epoch. The gang holds its devices until its
+        state is saved."""
         if followed.is_training and followed.finishes <= self._clock.now:
             # It finishes before it stops.
             return
-        followed.is_stopping = True
         gang = followed.gang
+        waits = followed.is_training and gang.stops_at_epoch_end
+        if waits and self._replay.epoch_end(followed.job.number) > self._clock.now:
+            self._train_on(followed)
+            return
+        followed.is_stopping = True
         parks = gang.intent is _PARK
         rests = gang.park_level < _TO_STORAGE if parks else gang.intent is GangIntent.HAND_OVER
         keeps = parks or gang.checkpoint_first

@@ -315,6 +315,9 @@ class _Replay:
         # Held to the end of the round.
         return instant(EPOCH_S + step * math.ceil(rounds_until(ends, EPOCH_S, step)))
 
+    def epoch_end(self, number: int) -> float:
+        return instant(self.work.epoch_end(number - 1, self.clock.now, float(self.jobs.epoch_s[number - 1])))
+
     def halts(self, number: int, gang: Gang) -> None:
         job, now = number - 1, self.clock.now
         self.work.stop(job, now)

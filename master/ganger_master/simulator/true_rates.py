@@ -338,6 +338,10 @@ def published_speed(curve: tuple[str, int], gpus: int) -> float:
     return math.exp(float(logs))
 
 
+# Share of an epoch.
+_ROUNDING = 1e-6
+
+
 class Work:
     """Remaining and completed work of jobs, by position in the workload."""
 
@@ -377,6 +381,18 @@ class Work:
     def done(self, job: int, now: float) -> float:
         """Return the seconds of work done, which the job reports as steps."""
         return self._done[job] + (now - self._since[job]) * self._rate[job]
+
+    def epoch_end(self, job: int, now: float, epoch_s: float) -> float:
+        """Return when the job, which trains, comes to the end of an epoch of so many seconds of work, at the earliest
+        `now`, which is returned for NaN; infinite if it ends before."""
+        rate, rounding = self._rate[job], _ROUNDING * epoch_s
+        trained = (now - self._since[job]) * rate
+        over = math.fmod(self._done[job] + trained + rounding, epoch_s)
+        # The end that was waited for may be off by rounding.
+        if math.isnan(epoch_s) or over <= 2.0 * rounding:
+            return now
+        missing = epoch_s + rounding - over
+        return now + missing / rate if missing < self._left[job] - trained - rounding else math.inf
 
     def remaining(self, jobs: Integers, now: float) -> Floats:
         """Return the seconds of work left; for oracles."""

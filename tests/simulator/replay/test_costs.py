@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from ganger_master.simulator.inputs import ReplayOptions, SwitchCosts
 from ganger_master.simulator.run import simulate
@@ -19,6 +20,23 @@ def test_a_suspended_job_trains_no_more_while_its_state_is_saved() -> None:
     assert found.end_s == pytest.approx([1000.0 + 2.0 + 30.0 + (2.0 + 100.0) + (2.0 + 4.0), 500.0 + 30.0 + 2.0 + 100.0])
     assert found.overhead_s == pytest.approx([2.0 + 30.0 + 2.0 + 4.0, 2.0])
     assert found.service_s - found.overhead_s == pytest.approx([1000.0, 100.0])
+
+
+@pytest.mark.parametrize(("comes_s", "stops_s"), [(500.0, 502.0), (502.0, 502.0), (503.0, 602.0), (950.0, 1002.0)])
+def test_a_job_scheduled_at_epochs_trains_to_the_end_of_its_epoch_before_it_is_suspended(
+    comes_s: float, stops_s: float
+) -> None:
+    """It trains from 2 s on in epochs of 100 s; its tenth is its last, at the end of which it ends instead."""
+    costs = SwitchCosts(start_s=2.0, suspend_s=30.0, resume_s=4.0)
+    numbers = {"epoch_s": [100.0, np.nan]}
+    jobs = workload(["long", "short"], [0.0, comes_s], [1, 1], [1000.0, 10.0], numbers=numbers)
+    found = simulate(jobs, ONE_GPU, "srtf", ReplayOptions(costs=costs, plan_every_s=1.0)).outcomes
+    is_suspended = stops_s < 1002.0
+    assert found.preemptions.tolist() == [int(is_suspended), 0]
+    short_ends_s = stops_s + (30.0 if is_suspended else 0.0) + 2.0 + 10.0
+    assert found.end_s == pytest.approx(
+        [short_ends_s + 6.0 + 1002.0 - stops_s if is_suspended else 1002.0, short_ends_s]
+    )
 
 
 def test_with_time_slices_no_job_trains_on_the_way_to_host_memory_and_back() -> None:

@@ -35,6 +35,7 @@ _NUMBERS: Mapping[str, Mapping[str, float]] = {
     "min_gpus": {"min_gpus": 1, "gpus_min": 1},
     "max_gpus": {"max_gpus": 1, "gpus_max": 1},
     "converges_s": {"converges_s": 1},
+    "epoch_s": {"epoch_s": 1},
     "cpus": {"cpus": 1, "cpu_request": 1, "cpu_milli": 1e-3},
     "memory_bytes": {"memory_gb": 1e9, "memory_request_gib": 1 << 30, "memory_mib": 1 << 20},
     "disk_mb_per_s": {"disk_mb_per_s": 1},
@@ -59,7 +60,7 @@ JOB_TYPE = "job_type"
 _BEST_EFFORT = "best"
 # Optional numbers that must be whole, that must be above zero; a priority may be negative.
 WHOLE = frozenset({"priority", "min_gpus", "max_gpus"})
-POSITIVE = frozenset({"weight", "min_gpus", "max_gpus", "converges_s"})
+POSITIVE = frozenset({"weight", "min_gpus", "max_gpus", "converges_s", "epoch_s"})
 
 
 def understood(headers: Sequence[str]) -> tuple[dict[str, tuple[int, Column]], list[str], list[str]]:

@@ -77,7 +77,8 @@ class Workload:
     `workload`, derive others by `take` and `with_columns`.
 
     `gpus` is the gang; an elastic job accepts `min_gpus`..`max_gpus`. `converges_s` is after how much of its work the
-    losses of a job say that it has converged (NaN: when it ends), whenever it is stopped. `cpus`, `memory_bytes`,
+    losses of a job say that it has converged (NaN: when it ends), whenever it is stopped. `epoch_s` is the work of an
+    epoch of a job that plans stop at ends of its epochs only (NaN: between any two steps). `cpus`, `memory_bytes`,
     `disk_mb_per_s` and `net_mb_per_s` are of the whole job. `deadline_s` is on the clock of `submit_s`. `gpu_type` may
     name several types, separated by "|". `lines` is where a job stood in its file, 0 if it came from none.
     """
@@ -89,6 +90,7 @@ class Workload:
     min_gpus: Integers
     max_gpus: Integers
     converges_s: Floats
+    epoch_s: Floats
     cpus: Floats
     memory_bytes: Floats
     disk_mb_per_s: Floats
@@ -200,6 +202,7 @@ _NUMBERS: Mapping[str, tuple[type[np.generic], float]] = {
     "min_gpus": (np.int64, 1),
     "max_gpus": (np.int64, 1),
     "converges_s": (np.float64, np.nan),
+    "epoch_s": (np.float64, np.nan),
     "cpus": (np.float64, np.nan),
     "memory_bytes": (np.float64, np.nan),
     "disk_mb_per_s": (np.float64, np.nan),
@@ -231,6 +234,8 @@ def _check(made: Workload) -> None:
         raise ValueError("durations must be above zero, or NaN where unknown")
     if (made.converges_s <= 0).any() or np.isinf(made.converges_s).any():
         raise ValueError("work until a loss has converged must be above zero, or NaN where it ends with the job")
+    if (made.epoch_s <= 0).any() or np.isinf(made.epoch_s).any():
+        raise ValueError("the work of an epoch must be above zero, or NaN for a job that is stopped at any step")
 
 
 def _taken(column: Any, jobs: Integers) -> Any:
