@@ -1,11 +1,16 @@
-"""Matching a packing with where gangs lie: nothing of it is lost, and every job that can stay stays."""
+"""Matching a packing with where gangs lie: nothing of it is lost, and every job that can stay stays. A packing that is
+known is not searched again."""
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import permutations
 
-from ganger_master.planner.synergy_round import Place, keeping
+import numpy as np
+from ganger_master.planner.synergy_round import Place, keeping, remembering
+from ganger_master.policies.tunings import Gangs, Pieces, Profiles, TuningNodes, gangs
+from ganger_master.policies.tunings.synergy import SYNERGY_TUNE
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -67,3 +72,26 @@ def test_nodes_that_are_not_alike_keep_what_was_meant_for_them() -> None:
 
 def test_a_job_that_is_not_packed_has_no_place() -> None:
     assert keeping([None, _place(0, 2, "a")], ["a", "b"], {0: _place(0, 1, "a")}, ["x"]) == [_place(0, 1, "a"), None]
+
+
+def test_a_round_with_the_same_gangs_on_the_same_nodes_searches_no_places() -> None:
+    searched = []
+
+    def place(some: Gangs, nodes: TuningNodes) -> Pieces:
+        searched.append(len(some))
+        assert SYNERGY_TUNE.place is not None
+        return SYNERGY_TUNE.place(some, nodes)
+
+    tuning = remembering(replace(SYNERGY_TUNE, place=place))
+    assert tuning.place is not None
+    flat = Profiles(np.array([1.0, 4.0]), np.array([1.0]), np.array([[[1.0], [2.0]]]))
+    nodes = TuningNodes(np.array([4]), np.array([8.0]), np.array([4.0]))
+    two, again, other = gangs([1, 2], [0, 0], flat), gangs([1, 2], [0, 0], flat), gangs([2, 2], [0, 0], flat)
+    first = tuning.place(two, nodes)
+    assert tuning.place(again, nodes) is first
+    assert searched == [2]
+    assert tuning.place(other, nodes) is not first
+    assert tuning.place(other, replace(nodes, cores=np.array([6.0]))) is not first
+    # Equal numbers measured anew are other profiles.
+    tuning.place(gangs([2, 2], [0, 0], replace(flat)), nodes)
+    assert len(searched) == 4

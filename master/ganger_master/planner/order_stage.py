@@ -38,7 +38,12 @@ class OrderStage(PlanStage):
         self.resizing = resizing
         tune, self._resizes = policy.stage(Tune), policy.has(ResizeByOptimus)
         # The tuning that packs rounds, if there is one.
-        self._packer = tune.tuning if tune is not None and tune.packs_rounds else None
+        self._packer: Tuning | None = None
+        if tune is not None and tune.packs_rounds:
+            # Few policies pack rounds, and the import loads what only they use.
+            from ganger_master.planner.synergy_round import remembering
+
+            self._packer = remembering(tune.tuning)
         self._order = order
         is_plain = not policy.has(Tune, StartByTetris, ResizeByOptimus)
         # Plans concern pending jobs only, and running gangs keep what they have.

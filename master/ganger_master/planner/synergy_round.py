@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -40,7 +41,17 @@ from ganger_master.planner.tune_stage import (
 )
 from ganger_master.policies.migration_choice import LEAST_GAIN
 from ganger_master.policies.orders import Flags
-from ganger_master.policies.tunings import Gangs, Known, Pieces, Tuning, TuningNodes, known_gangs, pieces, rates
+from ganger_master.policies.tunings import (
+    Gangs,
+    Known,
+    Pieces,
+    Profiles,
+    Tuning,
+    TuningNodes,
+    known_gangs,
+    pieces,
+    rates,
+)
 
 # (node, GPUs there) of a gang, by node.
 Where: TypeAlias = tuple[tuple[int, int], ...]
@@ -62,6 +73,22 @@ class Packing(NamedTuple):
     places: Mapping[int, Rows]
     apart: Mapping[int, Claims]
     stopped: frozenset[int]
+
+
+def remembering(tuning: Tuning) -> Tuning:
+    """Return the tuning with its last placement remembered: most rounds have the same gangs on the same nodes."""
+    place = tuning.place
+    assert place is not None, f"{tuning.name} places no job"
+    last: list[tuple[object, Profiles, Pieces]] = []
+
+    def placed(gangs: Gangs, nodes: TuningNodes) -> Pieces:
+        arrays = (gangs.gpus, gangs.profile, gangs.is_local, nodes.gpus, nodes.cores, nodes.memory_bytes)
+        key = tuple([array.tobytes() for array in arrays])
+        if not last or last[0][0] != key or last[0][1] is not gangs.profiles:
+            last[:] = [(key, gangs.profiles, place(gangs, nodes))]
+        return last[0][2]
+
+    return replace(tuning, place=placed)
 
 
 def packing_of(tuning: Tuning, context: PlanContext) -> Packing | None:
