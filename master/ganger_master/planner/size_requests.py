@@ -17,9 +17,11 @@ from ganger_master.core.plan_changes import Goal, Purpose, ResizeChange
 from ganger_master.planner.context import PlanContext
 from ganger_master.planner.in_place_resize import can_change, sizes_of
 from ganger_master.planner.job_table import LiveTable
+from ganger_master.policies import ResizeByOptimus
 from ganger_master.policies.optimus_sizes import (
     NOTHING,
     Believed,
+    ElasticJobs,
     OptimusEstimate,
     allocated,
     allreduce_speeds,
@@ -52,6 +54,8 @@ class SizeRequests:
     line: Integers
     beliefs: Sequence[OptimusEstimate]
     gpus_per_node: int
+    # The tasks of each job, from the capacity.
+    allocate: Callable[[ElasticJobs, Floats], Integers]
 
     @classmethod
     def of(
@@ -94,7 +98,9 @@ class SizeRequests:
         beliefs = _beliefs(jobs, gangs, (may_change | (np.array(wanted, np.int64) > 0)) & wants, believed)
         asks, per_node = ranks[wants[ranks]], capacity.gpus_per_node
         known = facts, jobs, gangs, waiting, changing, going
-        return cls(*known, may_change, *ranges, stays, counted, asks, beliefs, per_node)
+        stage = context.policy.stage(ResizeByOptimus)
+        allocate = (stage and stage.allocate) or allocated
+        return cls(*known, may_change, *ranges, stays, counted, asks, beliefs, per_node, allocate)
 
     def shape(self, at: int, gpus: int) -> GangShape:
         """Return the shape with that many GPUs, or for zero with the least that the job accepts."""
@@ -160,7 +166,7 @@ class SizeRequests:
         }
         while True:
             jobs = growing(left, speeds, shapes, young, most, least)
-            tasks = allocated(jobs, amounts)[:, 0]
+            tasks = self.allocate(jobs, amounts)[:, 0]
             between = [place for place, may in bound.items() if tasks[place] and int(tasks[place]) not in may]
             if not between:
                 break

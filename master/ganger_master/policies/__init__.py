@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, TypeVar
 
 from ganger_master.core.job_model import JobRecord
 from ganger_master.policies.order_registry import FIFO_BACKFILL, ORDERS
-from ganger_master.policies.orders import JobOrder, with_aging
+from ganger_master.policies.orders import Floats, Integers, JobOrder, with_aging
 from ganger_master.policies.placements import PLACEMENTS, PlacementPreference, placement_named
 from ganger_master.policies.tetris import Alignment, Knobs
 
 if TYPE_CHECKING:
+    from ganger_master.policies.optimus_sizes import ElasticJobs
     from ganger_master.policies.tunings import Tuning
 
 
@@ -38,7 +39,10 @@ class StartByTetris:
 
 @dataclass(frozen=True, slots=True)
 class ResizeByOptimus:
-    """Optimus starts jobs, and decides the number of GPUs of each elastic one (`planner.optimus_stage`)."""
+    """Optimus starts jobs, and decides the number of GPUs of each elastic one (`planner.optimus_stage`). `allocate`
+    returns the tasks of `optimus_sizes.ElasticJobs` from a capacity; None: by marginal gain."""
+
+    allocate: Callable[[ElasticJobs, Floats], Integers] | None = None
 
 
 @dataclass(frozen=True, slots=True)

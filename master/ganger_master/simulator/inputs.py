@@ -251,6 +251,8 @@ class ReplayOptions:
     and the cores, memory, locality and GPU type of the gang (`TrueRates`); jobs without a model draw a published one.
     `profile_s`: time from submission until a tuning policy has a job's profile, measured outside the queue. Synergy's
     eight points take about a minute each.
+    `speed_error`: relative standard deviation of measured speeds. `steps_error`: Optimus's remaining steps are the true
+    ones, off by up to this share at the beginning of a job; None: they are fitted to reported losses.
     `moves_per_hour`: opportunistic migrations per node; None: the planner decides.
     `quotas`: GPUs that a user may hold at once; "*": each user without an entry. Jobs without a user count as one such
     user together.
@@ -268,6 +270,8 @@ class ReplayOptions:
     quantum_s: float = QUANTUM_S
     rates: Literal["recorded", "profiles"] = "recorded"
     profile_s: float = 480.0
+    speed_error: float = 0.05
+    steps_error: float | None = None
     moves_per_hour: float | None = None
     quotas: Mapping[str, int] = field(default_factory=dict)
     teams: Mapping[str, Team] = field(default_factory=dict)

@@ -40,13 +40,16 @@ from ganger_master.policies.optimus_sizes import (
 from ganger_master.policies.trials import FIRST_WINDOWS, MOST_WINDOWS
 from ganger_master.policies.tunings import NOTHING as NOTHING_KNOWN
 from ganger_master.policies.tunings import Known
+from ganger_master.simulator.inputs import ReplayOptions
 from ganger_master.simulator.traces.workload import Workload
-from ganger_master.simulator.true_rates import Footprints
+from ganger_master.simulator.true_rates import Footprints, devices_by_node
 
 # Ranges of: epochs until the falling part halves; floor as a share of the first loss; least fall of the loss per epoch
 # before convergence, as a share of the first loss.
 _HALVES, _FLOORS, _THRESHOLDS = (2.0, 20.0), (0.1, 0.5), (0.01, 0.05)
 _NOISE = 0.03
+# A job is at its beginning while less than this share of its steps is done.
+_YOUNG = 0.1
 POINTS_AN_EPOCH = 10
 
 
@@ -71,6 +74,14 @@ class Losses:
         """Return the work of one epoch in seconds."""
         curve = self._curve(job)
         return float(self._work[job]) / (curve.slow_from(self.threshold(job) * curve.loss(0.0), 1.0) + 1.0)
+
+    def misjudged(self, job: int, done_s: float, error: float) -> tuple[float, bool]:
+        """Return the seconds of work left until convergence, off by up to a share `error` either way, which the seed
+        draws and which falls with the progress, and whether the job is at its beginning."""
+        whole_s = float(self._work[job])
+        left_s = max(whole_s - done_s, self.epoch_s(job))
+        off = float(np.random.default_rng([self._seed, 4, job]).uniform(-error, error))
+        return left_s * (1.0 + off * left_s / whole_s), done_s < _YOUNG * whole_s
 
     def points(self, job: int, done_s: float) -> list[LossPoint]:
         """Return the losses reported after `done_s` seconds of work."""
@@ -211,31 +222,28 @@ class ModelledRates(JobRates):
             self._by_size.setdefault(number, {})[stretch.gpus] = windows
 
 
-# Relative standard deviation of measured speeds.
-_MEASURED_NOISE = 0.05
-
-
 class ModelledEstimates:
     """Estimates that Optimus would have made by now.
 
-    `work_done(position)`: steps. `true_rate(position, GPUs)`: steps per second without noise. `is_profiled(position)`.
+    `work_done(position)`: steps. `true_rate(position, GPUs by node)`: steps per second without noise.
+    `is_profiled(position)`. `options`: errors and seed.
     """
 
     def __init__(
         self,
         losses: Losses,
         work_done: Callable[[int], float],
-        true_rate: Callable[[int, int], float],
+        true_rate: Callable[[int, Sequence[int]], float],
         is_profiled: Callable[[int], bool],
         gpus_per_node: int,
-        seed: int,
+        options: ReplayOptions,
     ) -> None:
         self._losses = losses
         self._work_done = work_done
         self._true_rate = true_rate
         self._is_profiled = is_profiled
         self._gpus_per_node = gpus_per_node
-        self._seed = seed
+        self._options = options
         self._fits = FitCache()
         # By job: step time in seconds by number of GPUs.
         self._known_s: dict[int, dict[int, float]] = {}
@@ -256,6 +264,9 @@ class ModelledEstimates:
         done = self._work_done(at)
         epoch_s = self._losses.epoch_s(at)
         threshold = self._losses.threshold(at)
+        if self._options.steps_error is not None:
+            left, is_guess = self._losses.misjudged(at, done, self._options.steps_error)
+            return OptimusEstimate(left, is_guess, self._speed(job, gang))
         whole = self._fits.end(
             job.number, int(done / epoch_s), lambda: self._losses.points(at, done), threshold, epoch_s
         )
@@ -269,11 +280,19 @@ class ModelledEstimates:
             each = spec.roles[0].shape.gpus
             least, most = (spec.gpus_min, spec.gpus_max) if spec.is_elastic else (spec.gpus, spec.gpus)
             sizes = first_sizes(least, most, each)
-            seconds = self._known_s[job.number] = {gpus: self._step_s(job.number - 1, gpus) for gpus in sizes}
+            seconds = self._known_s[job.number] = {
+                gpus: self._step_s(job.number - 1, on_fewest_nodes(gpus, self._gpus_per_node)) for gpus in sizes
+            }
         if gang is not None and job.running_since and gang.devices not in seconds:
-            seconds[gang.devices] = self._step_s(job.number - 1, gang.devices)
+            seconds[gang.devices] = self._step_s(job.number - 1, devices_by_node(gang))
         return self._fits.speed(job.number, seconds, self._gpus_per_node)
 
-    def _step_s(self, at: int, gpus: int) -> float:
-        scatter = float(np.random.default_rng([self._seed, 3, at, gpus]).standard_normal())
-        return 1.0 / (self._true_rate(at, gpus) * max(0.1, 1.0 + _MEASURED_NOISE * scatter))
+    def _step_s(self, at: int, gpus: Sequence[int]) -> float:
+        scatter = float(np.random.default_rng([self._options.seed, 3, at, sum(gpus)]).standard_normal())
+        return 1.0 / (self._true_rate(at, gpus) * max(0.1, 1.0 + self._options.speed_error * scatter))
+
+
+def on_fewest_nodes(gpus: int, per_node: int) -> list[int]:
+    """Return the GPUs on each of the fewest nodes that hold them, as equal as can be."""
+    nodes = -(-gpus // per_node)
+    return [(gpus + node) // nodes for node in range(nodes)]

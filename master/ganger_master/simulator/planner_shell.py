@@ -23,7 +23,7 @@ from ganger_master.simulator.node_model import NodeModel
 from ganger_master.simulator.time_slices import EPOCH_S, Clock
 from ganger_master.simulator.traces.servers import Servers
 from ganger_master.simulator.traces.workload import Workload
-from ganger_master.simulator.true_rates import Scaling, TrueRates, Work
+from ganger_master.simulator.true_rates import SizeLaw, TrueRates, Work
 
 if TYPE_CHECKING:
     # What most policies do not read is loaded only for those that do: it takes longer than to replay a hundred jobs.
@@ -46,7 +46,7 @@ class PlannedReplay(Protocol):
     nodes: NodeModel
     work: Work
     rates: TrueRates | None
-    scaling: Scaling | None
+    scaling: SizeLaw | None
     windows: ModelledRates | None
 
     def send(self, command: Command) -> object: ...
@@ -253,7 +253,7 @@ class Planning:
             lambda job, gpus: 1.0 if scaling is None else scaling.rate(job, gpus),
             lambda job: float(jobs.submit_s[job]) + options.profile_s <= clock.now - EPOCH_S,
             max(group.configuration_set.devices for group in replay.servers.groups),
-            options.seed,
+            options,
         )
 
     def _is_profiled(self, numbers: Integers) -> Flags:

@@ -40,7 +40,15 @@ from ganger_master.simulator.report.outcomes import Ledger, Meters, Run
 from ganger_master.simulator.time_slices import EPOCH_S, Clock, instant
 from ganger_master.simulator.traces.servers import Servers
 from ganger_master.simulator.traces.workload import Workload, offered_load, with_models
-from ganger_master.simulator.true_rates import Footprints, Scaling, TrueRates, Work, without_arenas
+from ganger_master.simulator.true_rates import (
+    Footprints,
+    Scaling,
+    SizeLaw,
+    TrueRates,
+    Work,
+    devices_by_node,
+    without_arenas,
+)
 
 if TYPE_CHECKING:
     from ganger_master.simulator.measurement_model import ModelledRates
@@ -58,23 +66,25 @@ _PLANS_AT_ONCE = 64
 def simulate(
     jobs: Workload,
     servers: Servers,
-    policy: str,
+    policy: str | Policy,
     options: ReplayOptions = _DEFAULTS,
     progress: Callable[[int, int], None] | None = None,
+    scaling: SizeLaw | None = None,
 ) -> Run:
     """Run every job from submission to end and return the outcomes.
 
     Every gang must fit into the cluster (`admission.that_fit`) and every duration must be known. `progress` is
-    called with the number of ended jobs and of all jobs. Raises KeyError for an unknown policy.
+    called with the number of ended jobs and of all jobs. `scaling`: the speeds of elastic jobs; None: published ones.
+    Raises KeyError for an unknown policy.
     """
     began, began_cpu = time.perf_counter(), time.process_time()
     if options.rates == "profiles":
         jobs, servers = with_models(jobs, options.seed), without_arenas(servers)
-    replay = _Replay(jobs, servers, policy, options, progress)
+    replay = _Replay(jobs, servers, policy, options, progress, scaling)
     replay.run()
     end = replay.clock.now
     return Run(
-        policy=policy,
+        policy=replay.named.name,
         outcomes=replay.ledger.outcomes(),
         gpus=servers.gpus,
         cores=servers.millicores / 1000,
@@ -130,11 +140,12 @@ class _Replay:
         self,
         jobs: Workload,
         servers: Servers,
-        policy: str,
+        policy: str | Policy,
         options: ReplayOptions,
         progress: Callable[[int, int], None] | None,
+        scaling: SizeLaw | None = None,
     ) -> None:
-        named = policy_named(policy)
+        self.named = named = policy_named(policy) if isinstance(policy, str) else policy
         self.policy = _as_simulated(named.planned if options.teams or options.partitions else named, options)
         if options.ideal:
             # Placement by counts claims devices only.
@@ -143,13 +154,13 @@ class _Replay:
         self.options = options
         self.progress = progress
         self.clock = Clock(EPOCH_S)
-        self.settings = _core_settings(policy, options, len(jobs))
+        self.settings = _core_settings(named.name, options, len(jobs))
         # Modelled nodes read the state directly, and nothing is stored: the core need not collect orders and rows.
         self.state = State(self.settings, EPOCH_S, is_stored=False)
         self.state.policy = self.policy
         self.work = Work(jobs.duration_s)
         self.nodes = NodeModel(self.clock, self.state, FREE if options.ideal else options.costs, self)
-        self._model_rates()
+        self._model_rates(scaling)
         # By node: training jobs (positions in the workload) with their device masks. By job: its gang.
         self._on: dict[str, dict[int, int]] = {}
         self._where: dict[int, Gang] = {}
@@ -166,13 +177,13 @@ class _Replay:
         if len(jobs):
             self._expect(0)
 
-    def _model_rates(self) -> None:
+    def _model_rates(self, scaling: SizeLaw | None) -> None:
         jobs, servers, options = self.jobs, self.servers, self.options
         # None: every job runs at its recorded rate.
         self.rates = TrueRates(jobs, servers) if options.rates == "profiles" else None
         # None: no job is elastic.
         is_elastic = bool((jobs.min_gpus < jobs.max_gpus).any())
-        self.scaling = Scaling(jobs, options.seed) if is_elastic else None
+        self.scaling = (scaling or Scaling(jobs, options.seed)) if is_elastic else None
         # None: the policy does not share GPUs.
         self.footprints = Footprints(jobs, servers, options.seed) if self.policy.shares_devices else None
         # Jobs park in host memory only if their device memory was measured.
@@ -305,7 +316,7 @@ class _Replay:
         rate = 1.0 if self.rates is None else self.rates.rate(job, gang)
         if self.footprints is not None:
             rate *= self.footprints.speed(job, sorted(self._company(job, gang)))
-        return rate if self.scaling is None else rate * self.scaling.rate(job, gang.devices)
+        return rate if self.scaling is None else rate * self.scaling.rate(job, devices_by_node(gang))
 
     def release(self, ends: float) -> float:
         """Return when its devices are released."""

@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, lru_cache
 from statistics import median
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 from ganger.cluster.fit import share_of_cores, share_of_memory
@@ -299,8 +299,16 @@ _SCALING_ALIASES = {"res50": "resnet50", "deepspeech": "deepspeech2", "inception
 _Curve: TypeAlias = tuple[str, int]
 
 
-class Scaling:
+class SizeLaw(Protocol):
     """How the rates of the jobs of a workload scale with GPUs, by position."""
+
+    def rate(self, job: int, gpus: Sequence[int]) -> float:
+        """Return the rate with so many GPUs on each node, relative to that with the GPUs in its trace."""
+        ...
+
+
+class Scaling(SizeLaw):
+    """The published speeds of models, whatever the nodes."""
 
     def __init__(self, jobs: Workload, seed: int) -> None:
         self._gpus = jobs.gpus
@@ -313,9 +321,12 @@ class Scaling:
         for job, (model, batch) in enumerate(zip(jobs.model.texts(), jobs.batch_size.tolist(), strict=True)):
             self._curve.append(_published(model, batch) or published[of_model[model] if model else of_job[job]])
 
-    def rate(self, job: int, gpus: int) -> float:
-        """Return the rate relative to that with the GPUs in its trace."""
-        return published_speed(self._curve[job], gpus) / published_speed(self._curve[job], int(self._gpus[job]))
+    def rate(self, job: int, gpus: Sequence[int]) -> float:
+        return published_speed(self._curve[job], sum(gpus)) / published_speed(self._curve[job], int(self._gpus[job]))
+
+
+def devices_by_node(gang: Gang) -> tuple[int, ...]:
+    return tuple([claim.device_mask.bit_count() for claim in gang.claims if claim.device_mask])
 
 
 def _published(model: str, batch: float) -> _Curve | None:

@@ -31,14 +31,14 @@ def test_of_a_published_model_rates_are_what_was_measured(model: str, batch: int
     points = elasticflow_speeds()[model][batch]
     found = scaling(model, 4, batch)
     for gpus, speed in points.items():
-        assert found.rate(0, gpus) == pytest.approx(speed / points[4])
-    assert found.rate(0, 4) == 1.0
-    assert found.rate(0, 2) < found.rate(0, 3) < found.rate(0, 4)
+        assert found.rate(0, [gpus]) == pytest.approx(speed / points[4])
+    assert found.rate(0, [4]) == 1.0
+    assert found.rate(0, [2]) < found.rate(0, [3]) < found.rate(0, [4])
 
 
 def test_the_nearest_batch_counts() -> None:
-    assert scaling("ResNet50", 1, 300.0).rate(0, 8) == scaling("resnet50", 1, 256.0).rate(0, 8)
-    assert scaling("ResNet50", 1, 300.0).rate(0, 8) > scaling("resnet50", 1, 64.0).rate(0, 8)
+    assert scaling("ResNet50", 1, 300.0).rate(0, [8]) == scaling("resnet50", 1, 256.0).rate(0, [8])
+    assert scaling("ResNet50", 1, 300.0).rate(0, [8]) > scaling("resnet50", 1, 64.0).rate(0, [8])
 
 
 def test_all_jobs_of_an_unpublished_model_scale_alike_by_a_published_curve() -> None:
@@ -46,7 +46,7 @@ def test_all_jobs_of_an_unpublished_model_scale_alike_by_a_published_curve() -> 
     models = [f"model-{job % 10}" for job in range(20)]
     jobs = workload(names, np.zeros(20), np.ones(20, int), np.ones(20), labels={"model": models})
     found = Scaling(jobs, 0)
-    rates = [found.rate(job, 4) for job in range(20)]
+    rates = [found.rate(job, [4]) for job in range(20)]
     assert rates[:10] == rates[10:]
     measured = {speeds[4] / speeds[1] for batches in elasticflow_speeds().values() for speeds in batches.values()}
     assert all(any(rate == pytest.approx(known) for known in measured) for rate in rates)
@@ -56,7 +56,7 @@ def test_all_jobs_of_an_unpublished_model_scale_alike_by_a_published_curve() -> 
 def test_a_job_without_a_model_has_a_published_curve_drawn_by_the_seed() -> None:
     jobs = workload([str(job) for job in range(50)], np.zeros(50), np.ones(50, int), np.ones(50))
     one, again, other = (Scaling(jobs, seed) for seed in (1, 1, 2))
-    rates = [[found.rate(job, 8) for job in range(50)] for found in (one, again, other)]
+    rates = [[found.rate(job, [8]) for job in range(50)] for found in (one, again, other)]
     assert rates[0] == rates[1] != rates[2]
     assert len({round(rate, 6) for rate in rates[0]}) > 8
 
