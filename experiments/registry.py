@@ -10,6 +10,7 @@ from experiments.convergence import CONVERGENCE
 from experiments.cpu_poster import CPU_POSTER
 from experiments.early_feedback import EARLY_FEEDBACK
 from experiments.elastic_job import ELASTIC_JOB
+from experiments.epoch_intervals import EPOCH_INTERVALS
 from experiments.experiment import Experiment
 from experiments.fairness import FAIRNESS
 from experiments.locality_inputs import LOCALITY_INPUTS
@@ -18,6 +19,7 @@ from experiments.optimus_end_to_end import OPTIMUS_END_TO_END
 from experiments.packed_cluster import PACKED_CLUSTER
 from experiments.packed_copies import PACKED_COPIES
 from experiments.scale import SCALE
+from experiments.server_epochs import SERVER_EPOCHS
 from experiments.sliced_gpus import SLICED_GPUS
 from experiments.speed_model import SPEED_MODEL
 from experiments.synergy_load import SYNERGY_LARGE, SYNERGY_LOAD
@@ -53,6 +55,8 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         SYNERGY_LARGE,
         EARLY_FEEDBACK,
         LOCALITY_INPUTS,
+        EPOCH_INTERVALS,
+        SERVER_EPOCHS,
     )
 }
 

@@ -4,22 +4,33 @@ s)
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
+from ganger_master.estimators.speed import AllReduceModel
+from ganger_master.policies.optimus_sizes import ElasticJobs, allreduce_speeds, growing
 from ganger_master.policies.order_registry import ORDERS
 from ganger_master.policies.tunings import Gangs, Pieces, Profiles, Tuning, TuningNodes, gangs, pieces, proportionally
 from ganger_master.policies.tunings.catalogue import PROPORTIONAL
 from ganger_master.policies.tunings.synergy import SYNERGY_TUNE
+from ganger_master.simulator.measurement_model import on_fewest_nodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.ideal import IdealJob, ideal
 
-from experiments import parameter_server_slots as slots
 from experiments import t4_jobs
+from experiments.optimus_end_to_end import (
+    VARIANTS,
+    Model,
+    batches_per_s,
+    drawn,
+    ended,
+    fair_pairs,
+    tetris_pairs,
+)
 from experiments.rounds import RoundJobs, ends, through_rounds
-from experiments.server_speed import ServerPoint, UpdateMode
 from experiments.t4_workloads import least
 
 # --- rounds
@@ -73,62 +84,65 @@ def test_a_job_that_moves_loses_what_a_move_takes() -> None:
     assert sorted(paid[:2].tolist()) == [900.0, 1200.0]
 
 
-# --- intervals
+# --- Optimus's pairs
 
-TOY = slots.Model(compute_s=1.0, size=8.0, across=4.0, within=16.0, batches=10)
+TOY = Model(compute_s=1.0, size=8.0, across=4.0, within=16.0, batches=10)
 
 
 @pytest.mark.parametrize(
-    ("counts", "seconds"),
+    ("pairs", "is_apart", "seconds"),
     [
-        # one of each in one server: 2 x 8 MB at 16 MB/s
-        ([[1, 1]], 1.0 + 1.0),
-        # apart: the same at 4 MB/s
-        ([[1, 0], [0, 1]], 1.0 + 4.0),
-        # two servers, two workers, one of each on two nodes: half of the model to one worker elsewhere, 8 MB at 4 MB/s
-        ([[1, 1], [1, 1]], 1.0 + 2.0),
-        # one parameter server for three workers elsewhere
-        ([[1, 0], [0, 3]], 1.0 + 12.0),
+        # One pair in one server: 2 x 8 MB at 16 MB/s.
+        ([1], False, 1.0 + 1.0),
+        # Apart: the same at 4 MB/s.
+        ([1], True, 1.0 + 4.0),
+        # Two pairs on two servers: half of the model to one worker elsewhere, 8 MB at 4 MB/s.
+        ([1, 1], False, 1.0 + 2.0),
+        # Two pairs on one server: half of the model to both workers, 16 MB at 16 MB/s.
+        ([2], False, 1.0 + 1.0),
+        # A server has one pair of three: two thirds of all exchange crosses its link.
+        ([2, 1], False, 1.0 + 2.0 * 8.0 / 3 * 2 / 4.0),
     ],
 )
-def test_a_step_takes_computing_and_the_busiest_link(counts: list[list[int]], seconds: float) -> None:
-    assert slots.step_s(TOY, np.array(counts), UpdateMode.ASYNCHRONOUS) == pytest.approx(seconds)
+def test_a_step_takes_computing_and_the_busiest_link(pairs: list[int], is_apart: bool, seconds: float) -> None:
+    assert batches_per_s(TOY, pairs, False, is_apart) == pytest.approx(sum(pairs) / seconds)
+    # Synchronous workers share one batch, so that each computes less.
+    shared = seconds - 1.0 + 1.0 / sum(pairs)
+    assert batches_per_s(TOY, pairs, True, is_apart) == pytest.approx(1.0 / shared)
 
 
-def test_synchronous_workers_share_a_batch() -> None:
-    """Two of them compute half as long each, and make one batch together."""
-    counts = np.array([[1, 1], [1, 1]])
-    assert slots.step_s(TOY, counts, UpdateMode.SYNCHRONOUS) == pytest.approx(0.5 + 2.0)
-    assert slots.batches_per_second(TOY, counts, UpdateMode.SYNCHRONOUS) == pytest.approx(1 / 2.5)
-    assert slots.batches_per_second(TOY, counts, UpdateMode.ASYNCHRONOUS) == pytest.approx(2 / 3)
-
-
-def slot_jobs(count: int) -> slots.SlotJobs:
-    point = ServerPoint(1, 1, 0.5)
-    return slots.SlotJobs(
-        np.zeros(count),
-        [TOY] * count,
-        [UpdateMode.ASYNCHRONOUS] * count,
-        np.full(count, 1000.0),
-        np.tile(np.array([[1.0, 0.0], [1.0, 1.0]]), (count, 1, 1)),
-        [(point,)] * count,
-        0.0,
-        np.ones(count),
+def elastic(steps: list[float], most: list[int]) -> ElasticJobs:
+    """Jobs of GPUs alone, twice as fast with twice as many."""
+    speeds = [AllReduceModel(0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0)] * len(steps)
+    return growing(
+        steps,
+        allreduce_speeds(speeds, np.ones(len(steps)), 8),
+        np.ones((len(steps), 1, 1)),
+        most=np.array(most)[:, None],
+        least=np.ones((len(steps), 1), np.int64),
     )
 
 
-def test_one_job_that_can_have_one_task_of_each_kind_ends_as_it_is_worked_out() -> None:
-    """1,000 batches at one in two seconds; the tasks never change, so nothing is restarted."""
-    for policy in (slots.optimus, slots.drf, slots.tetris):
-        found = slots.simulated(slot_jobs(1), np.array([[2.0, 1.0]]), policy)
-        assert (found.makespan_s, found.restart_share) == pytest.approx((2000.0, 0.0))
+def test_fair_shares_are_equal_and_what_one_job_cannot_use_is_shared_by_the_others() -> None:
+    assert fair_pairs(elastic([1.0, 9.0, 100.0], [16, 16, 16]), np.array([7.0]))[:, 0].tolist() == [3, 2, 2]
+    assert fair_pairs(elastic([1.0, 9.0, 100.0], [1, 16, 16]), np.array([7.0]))[:, 0].tolist() == [1, 3, 3]
+    assert fair_pairs(elastic([1.0, 1.0, 1.0], [16] * 3), np.array([2.0]))[:, 0].tolist() == [1, 1, 0]
 
 
-@pytest.mark.parametrize("policy", [slots.optimus, slots.drf, slots.tetris])
-def test_all_jobs_end_on_a_cluster_that_is_too_small_for_them(policy: slots.SlotPolicy) -> None:
-    found = slots.simulated(slot_jobs(5), np.array([[4.0, 2.0], [4.0, 2.0]]), policy)
-    assert found.makespan_s >= 5 * 2000.0 / 4
-    assert found.avg_jct_s <= found.makespan_s
+def test_tetris_serves_the_shortest_of_the_poorest_jobs() -> None:
+    assert tetris_pairs(elastic([100.0, 1.0], [16, 16]), np.array([5.0]))[:, 0].tolist() == [0, 5]
+    # Of four jobs the richest one stands aside.
+    assert tetris_pairs(elastic([100.0, 1.0, 50.0, 70.0], [16] * 4), np.array([4.0]))[:, 0].tolist() == [0, 2, 2, 0]
+
+
+@pytest.mark.parametrize("policy", ["optimus", "drf", "drf_packed", "tetris"])
+def test_one_job_alone_has_all_pairs_that_help_it(policy: str) -> None:
+    """One job of an asynchronous model: its work by its best speed is a bound, and one pair takes longer."""
+    variant = replace(VARIANTS["usual"], jobs=1, synchronous=0.0)
+    jobs, speeds = drawn(0, 0.1, variant, policy == "drf")
+    found = ended(policy, 0.1, 0, variant)
+    rates = [speeds.rate(0, on_fewest_nodes(pairs, 2)) for pairs in range(1, 17)]
+    assert jobs.duration_s[0] / max(rates) <= found["jct_s"] < jobs.duration_s[0] / min(rates[1:]) + 60.0
 
 
 # --- jobs on T4

@@ -25,67 +25,9 @@ from hypothesis import strategies as st
 from kit.busy import shapes, views
 from kit.clusters import cluster, gang, server
 from msgspec.structs import replace
-from numpy.typing import NDArray
-
-from experiments.tetris_pass import aligned, scores
 
 # Eighths: their sums and products are exact, so that ties are ties.
 eighths = st.integers(0, 8).map(lambda count: count / 8)
-
-
-@st.composite
-def matrices(draw: st.DrawFn) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Demands of jobs, what machines have left."""
-    resources = draw(st.integers(1, 4))
-
-    def rows(most: int) -> NDArray[np.float64]:
-        row = st.lists(eighths, min_size=resources, max_size=resources)
-        return np.array(draw(st.lists(row, min_size=1, max_size=most)), np.float64)
-
-    return rows(6), rows(5)
-
-
-def naive_alignment(demand: list[float], available: list[float], kind: Alignment) -> float:
-    dot = sum(one * other for one, other in zip(demand, available, strict=True))
-    if kind is Alignment.DOT:
-        return dot
-    lengths = math.hypot(*demand) * math.hypot(*available)
-    return dot / lengths if lengths else 0.0
-
-
-@pytest.mark.parametrize("kind", Alignment)
-@given(matrices())
-def test_alignment_is_that_of_each_pair(
-    kind: Alignment, drawn: tuple[NDArray[np.float64], NDArray[np.float64]]
-) -> None:
-    demands, available = drawn
-    expected = [[naive_alignment(one, machine, kind) for machine in available.tolist()] for one in demands.tolist()]
-    assert aligned(demands, available, kind) == pytest.approx(np.array(expected))
-
-
-@settings(max_examples=100)
-@given(matrices(), st.data(), st.sampled_from([0.0, 0.5, 1.0]))
-def test_scores_weigh_alignment_against_the_work_left(
-    drawn: tuple[NDArray[np.float64], NDArray[np.float64]], data: st.DataObject, weight: float
-) -> None:
-    demands, available = drawn
-    jobs, machines = len(demands), len(available)
-    alignment = aligned(demands, available)
-    work = np.array(data.draw(st.lists(st.integers(0, 9), min_size=jobs, max_size=jobs)), np.float64)
-    flags = st.lists(st.booleans(), min_size=machines, max_size=machines)
-    remote = np.array(data.draw(st.lists(flags, min_size=jobs, max_size=jobs)))
-    eligible = np.array(data.draw(st.lists(flags, min_size=jobs, max_size=jobs)))
-    found = scores(alignment, work, srtf_weight=weight, is_remote=remote, remote_penalty=0.25, eligible=eligible)
-    after = [[alignment[j, m] * (0.75 if remote[j, m] else 1.0) for m in range(machines)] for j in range(jobs)]
-    pairs = [(j, m) for j in range(jobs) for m in range(machines) if eligible[j, m]]
-    works = [work[j] for j in sorted({j for j, _ in pairs})]
-    epsilon = 0.0
-    if works and sum(works):
-        epsilon = weight * (sum(after[j][m] for j, m in pairs) / len(pairs)) / (sum(works) / len(works))
-    for j in range(jobs):
-        for m in range(machines):
-            expected = after[j][m] - epsilon * work[j] if eligible[j, m] else -math.inf
-            assert found[j, m] == pytest.approx(expected)
 
 
 @given(st.lists(st.tuples(eighths, st.booleans()), min_size=1, max_size=8), st.sampled_from([0.0, 0.25, 0.5, 0.9]))
