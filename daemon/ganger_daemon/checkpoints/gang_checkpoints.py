@@ -208,7 +208,7 @@ class GangCheckpoints:
             if not self._leads:
                 if await self._report_shards(agreement, step, shards) and self._on_node is not None:
                     # The leader has them all. These stay until the next: a restarted daemon reports them again.
-                    await self._run(_remove_before, tmp)
+                    await self._run(remove_before, tmp)
                 return
         await self.gather(storage, agreement, step, shards, place)
 
@@ -318,12 +318,12 @@ class GangCheckpoints:
         return True
 
 
-def _remove_before(unfinished: Path) -> None:
-    """Remove the unfinished checkpoints of the same attempt with earlier steps. Blocks."""
+def remove_before(unfinished: Path) -> None:
+    """Remove the unfinished checkpoints of earlier attempts, and of earlier steps of the same one. Blocks."""
     newest = parse_unfinished(unfinished.name)
     assert newest is not None, "the directory of an unfinished checkpoint"
     for name, other in _unfinished(unfinished.parent):
-        if other.epoch == newest.epoch and other.step < newest.step:
+        if _age(other) < _age(newest):
             remove_tree(unfinished.with_name(name))
 
 

@@ -14,7 +14,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from ganger.injob.state_image import ImageError
 from ganger.text import os_failure
 from ganger.wire.endpoints import EndpointError
 
+from ganger_daemon.checkpoints.gang_checkpoints import remove_before
 from ganger_daemon.checkpoints.storage import (
     IMAGES,
     LASTING,
@@ -37,6 +38,7 @@ from ganger_daemon.checkpoints.storage import (
     complete,
     describe_shard,
     give_storage,
+    has_shard,
     parse_final,
     read_manifest,
     room_missing,
@@ -62,7 +64,9 @@ _FILE: Final = re.compile(rf"({re.escape(MANIFEST)}|rank-\d+\.shard)")
 _OPEN: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _PIECE_BYTES: Final = 1 << 20
 _MANIFEST_MOST_BYTES: Final = 16 << 20
-_ATTEMPTS: Final = 4
+# Of a connection that broke: tries to go on without a further byte. Pauses begin with the first, and double.
+_TRIES: Final = 4
+_PAUSE_S, _PAUSE_MOST_S = 0.1, 2.0
 # Unfinished checkpoints of a gang that is gone are removed so long after their last change.
 _SWEPT_AFTER_S: Final = 600.0
 # What a node reports at most; of further ones nothing is removed.
@@ -142,6 +146,15 @@ def _opened(base: Path, name: str) -> Iterator[int]:
         os.close(descriptor)
 
 
+@contextmanager
+def _as_fetch_errors() -> Iterator[None]:
+    """Have what fails on this node's disk raised as FetchError."""
+    try:
+        yield
+    except OSError as error:
+        raise FetchError(os_failure(error)) from error
+
+
 def _is_same(path: Path, shard: Shard) -> bool:
     """Return whether a file is a shard as its node described it. Blocks. Raises OSError."""
     try:
@@ -153,11 +166,14 @@ def _is_same(path: Path, shard: Shard) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Fetcher:
-    """Fetches files of checkpoints into `directory`, as this daemon. `token`, `tls`: as of the state stream."""
+    """Fetches files of checkpoints into `directory`, as this daemon. `token`, `tls`: as of the state stream.
+    `patience_s`: how long nodes are tried again that may give a checkpoint later. A daemon that is being restarted is
+    back by then."""
 
     directory: Path
     token: str
     tls: str = ""
+    patience_s: float = 30.0
 
     def shard(self, stream: str, job_uid: str, unfinished: Path, shard: Shard, account: Account | None) -> None:
         """Fetch a member's shard into the directory of an unfinished checkpoint of this node. Blocks. Raises OSError
@@ -177,25 +193,70 @@ class Fetcher:
     def checkpoint(self, streams: Sequence[str], job_uid: str, path: str, account: Account | None) -> Manifest:
         """Return the manifest of a checkpoint on this node's disk, fetched from the first of `streams` that has it if
         it is not there yet, whole and verified. Blocks. Raises FetchError."""
+        final = self._final(job_uid, path)
+        # A start and a copy may want the same one: the second finds what the first has fetched, and replaces nothing.
+        with _lock_of(final), _as_fetch_errors():
+            found = verify(final)
+            return found if isinstance(found, Manifest) else self._whole(streams, job_uid, path, account)
+
+    def part(
+        self,
+        streams: Sequence[str],
+        job_uid: str,
+        path: str,
+        ranks: tuple[int, ...],
+        world: int,
+        account: Account | None,
+    ) -> Path:
+        """Return a directory on this node's disk with the shards of a checkpoint from which these of `world` ranks
+        start, fetched and verified in the same way. It counts as no copy of the checkpoint.
+
+        A world of another size than the one that saved may read all shards. Blocks. Raises FetchError."""
+        final = self._final(job_uid, path)
+        unfinished = final.with_name(f"{final.name}.tmp")
+        with _lock_of(final), _as_fetch_errors():
+            if isinstance(verify(final, ranks), Manifest):
+                return final
+            place = f"{job_uid}/{unfinished.parent.name}"
+            self._make_place(job_uid, unfinished.parent.name, account)
+            with _opened(self.directory, place) as parent, suppress(FileExistsError):
+                # What a member has saved there need not be fetched.
+                os.mkdir(unfinished.name, 0o700, dir_fd=parent)
+            with _opened(self.directory, f"{place}/{unfinished.name}") as parent:
+                if account is not None and os.fstat(parent).st_uid == os.geteuid():
+                    os.fchown(parent, account.uid, account.gid)
+                self._from_any(
+                    streams,
+                    lambda stream: self._fill(stream, job_uid, path, unfinished, parent, account, (ranks, world)),
+                )
+            remove_before(unfinished)
+            return unfinished
+
+    def _final(self, job_uid: str, path: str) -> Path:
         final = self.directory / job_uid / path
         if not (_UID.fullmatch(job_uid) and _DIRECTORY.fullmatch(path)) or parse_final(final.name) is None:
             raise FetchError(f"{path} of {job_uid} is no checkpoint")
-        # A start and a copy may want the same one: the second finds what the first has fetched, and replaces nothing.
-        with _lock_of(final):
-            found = verify(final)
-            return found if isinstance(found, Manifest) else self._from_first(streams, job_uid, path, account)
+        return final
 
-    def _from_first(self, streams: Sequence[str], job_uid: str, path: str, account: Account | None) -> Manifest:
-        reasons, is_lasting = [], bool(streams)
-        for stream in streams:
-            try:
-                return self._whole(stream, job_uid, path, account)
-            except (OSError, StreamError, EndpointError, ValueError) as error:
-                reasons.append(f"{stream}: {os_failure(error) if isinstance(error, OSError) else error}")
-                is_lasting &= isinstance(error, ValueError) or (isinstance(error, StreamError) and not error.retry)
-        raise FetchError("; ".join(reasons) or "no node that has it is there", is_lasting)
+    def _from_any(self, streams: Sequence[str], fetch: Callable[[str], Manifest]) -> Manifest:
+        """Fetch from the first of `streams` that can give it, in rounds while one of them may be able to later."""
+        until, pause_s = time.monotonic() + self.patience_s, _PAUSE_S
+        while True:
+            reasons, is_lasting = [], True
+            for stream in streams:
+                try:
+                    return fetch(stream)
+                except (OSError, StreamError, EndpointError, ValueError) as error:
+                    reasons.append(f"{stream}: {os_failure(error) if isinstance(error, OSError) else error}")
+                    is_lasting &= isinstance(error, ValueError) or (isinstance(error, StreamError) and not error.retry)
+            if not streams:
+                raise FetchError("no node that has it is there")
+            if is_lasting or time.monotonic() + pause_s > until:
+                raise FetchError("; ".join(reasons), is_lasting)
+            time.sleep(pause_s)
+            pause_s = min(_PAUSE_MOST_S, 2 * pause_s)
 
-    def _whole(self, stream: str, job_uid: str, path: str, account: Account | None) -> Manifest:
+    def _whole(self, streams: Sequence[str], job_uid: str, path: str, account: Account | None) -> Manifest:
         # Process images are this process's, whose rights a restore has.
         owner = None if path.startswith(f"{IMAGES}/") else account
         (self.directory / INCOMING).mkdir(mode=0o700, exist_ok=True)
@@ -205,31 +266,48 @@ class Fetcher:
         try:
             staged.mkdir(mode=0o700)
             with _opened(staged, "") as parent:
-                self._file(stream, job_uid, f"{path}/{MANIFEST}", parent, MANIFEST, _MANIFEST_MOST_BYTES, owner)
-                manifest = read_manifest(staged)
-                if missing := room_missing(self.directory, manifest.size_bytes):
-                    raise OSError(errno.ENOSPC, f"{missing} bytes are missing on this node", str(self.directory))
-                for name, entry in sorted(manifest.files.items()):
-                    if not _FILE.fullmatch(name):
-                        raise ValueError(f"{MANIFEST} names {name[:40]!r}, which is no shard")
-                    self._file(stream, job_uid, f"{path}/{name}", parent, name, entry.bytes, owner)
+                found = self._from_any(
+                    streams, lambda stream: self._fill(stream, job_uid, path, staged, parent, owner, None)
+                )
                 if owner is not None:
                     os.fchown(parent, owner.uid, owner.gid)
-            found = verify(staged)
-            if isinstance(found, Unreadable):
-                raise ValueError(f"it is damaged: {found.why}") if found.is_lasting else OSError(found.why)
             self._settle(staged, job_uid, path, account)
             return found
         finally:
             remove_tree(incoming)
 
+    def _fill(
+        self,
+        stream: str,
+        job_uid: str,
+        path: str,
+        directory: Path,
+        parent: int,
+        owner: Account | None,
+        part: tuple[tuple[int, ...], int] | None,
+    ) -> Manifest:
+        """Fetch the files of a checkpoint into `directory`, open as `parent`, that are not there undamaged, and verify
+        them. `part`: ranks and world of those that start from it; None for all of it."""
+        self._file(stream, job_uid, f"{path}/{MANIFEST}", parent, MANIFEST, _MANIFEST_MOST_BYTES, owner)
+        manifest = read_manifest(directory)
+        ranks = part[0] if part is not None and part[1] == manifest.world else None
+        wanted = [one for one in sorted(manifest.files.items()) if ranks is None or one[1].rank in ranks]
+        if foreign := [name for name, _ in wanted if not _FILE.fullmatch(name)]:
+            raise ValueError(f"{MANIFEST} names {foreign[0][:40]!r}, which is no shard")
+        missing = [(name, entry) for name, entry in wanted if not has_shard(directory / name, entry, manifest)]
+        if lacks := room_missing(self.directory, sum(entry.bytes for _, entry in missing)):
+            raise OSError(errno.ENOSPC, f"{lacks} bytes are missing on this node", str(self.directory))
+        for name, entry in missing:
+            self._file(stream, job_uid, f"{path}/{name}", parent, name, entry.bytes, owner)
+        found = verify(directory, ranks, is_whole=ranks is None)
+        if isinstance(found, Unreadable):
+            raise ValueError(f"it is damaged: {found.why}") if found.is_lasting else OSError(found.why)
+        return found
+
     def _settle(self, staged: Path, job_uid: str, path: str, account: Account | None) -> None:
         """Move a verified checkpoint to its place."""
         place, _, name = path.partition("/")
-        if account is not None:
-            give_storage(self.directory, job_uid, account)
-        else:
-            (self.directory / job_uid / place).mkdir(parents=True, exist_ok=True)
+        self._make_place(job_uid, place, account)
         with _opened(self.directory, f"{job_uid}/{place}") as parent:
             with suppress(FileNotFoundError):
                 # A damaged or former one.
@@ -237,6 +315,12 @@ class Fetcher:
             os.rename(staged, name, dst_dir_fd=parent)
             os.fsync(parent)
         sync(self.directory / job_uid)
+
+    def _make_place(self, job_uid: str, place: str, account: Account | None) -> None:
+        if account is not None:
+            give_storage(self.directory, job_uid, account)
+        else:
+            (self.directory / job_uid / place).mkdir(parents=True, exist_ok=True)
 
     def _file(
         self, stream: str, job_uid: str, file: str, parent: int, name: str, most_bytes: int, account: Account | None
@@ -247,14 +331,20 @@ class Fetcher:
         with suppress(FileNotFoundError):
             os.unlink(part, dir_fd=parent)
         with os.fdopen(os.open(part, flags, 0o600, dir_fd=parent), "wb") as target:
-            for attempt in range(1, _ATTEMPTS + 1):
-                request = StreamRequest(self.token, job_uid, 0, 0, 0, target.tell(), file)
+            left, pause_s = _TRIES, _PAUSE_S
+            while True:
+                before = target.tell()
                 try:
-                    size = self._receive(stream, request, target, most_bytes)
+                    size = self._receive(
+                        stream, StreamRequest(self.token, job_uid, 0, 0, 0, before, file), target, most_bytes
+                    )
                     break
                 except (StreamError, TimeoutError, BlockingIOError, ConnectionError) as error:
-                    if attempt == _ATTEMPTS or (isinstance(error, StreamError) and not error.retry):
+                    left, pause_s = (_TRIES, _PAUSE_S) if target.tell() > before else (left - 1, 2 * pause_s)
+                    # What has nothing to go on with may come from another node.
+                    if not left or not target.tell() or (isinstance(error, StreamError) and not error.retry):
                         raise
+                time.sleep(pause_s)
             target.flush()
             os.fsync(target.fileno())
             if account is not None:

@@ -357,11 +357,11 @@ class Unreadable:
     is_lasting: bool = True
 
 
-def verify(directory: Path, ranks: tuple[int, ...] | None = None) -> Manifest | Unreadable:
+def verify(directory: Path, ranks: tuple[int, ...] | None = None, is_whole: bool = True) -> Manifest | Unreadable:
     """Check manifest, sizes and digests, and that each shard is the one its manifest names. Blocks.
 
     `ranks`: only the shards that these ranks start from are read. In a larger world than the one that saved, several
-    ranks start from one shard. None: all."""
+    ranks start from one shard. None: all. `is_whole`: whether the others have to be there."""
     try:
         manifest = read_manifest(directory)
         name = parse_final(directory.name)
@@ -373,6 +373,8 @@ def verify(directory: Path, ranks: tuple[int, ...] | None = None) -> Manifest | 
             return Unreadable(f"{MANIFEST} lists {len(files)} of {manifest.world} shards")
         wanted = set(files) if ranks is None else {rank % manifest.world for rank in ranks}
         for rank, (file, entry) in sorted(files.items()):
+            if not is_whole and rank not in wanted:
+                continue
             if why := _trouble_with(directory / file, entry, manifest, is_read=rank in wanted):
                 return Unreadable(f"{file} {why}")
     except OSError as error:
@@ -380,6 +382,14 @@ def verify(directory: Path, ranks: tuple[int, ...] | None = None) -> Manifest | 
     except ValueError as error:
         return Unreadable(str(error))
     return manifest
+
+
+def has_shard(shard: Path, entry: Entry, manifest: Manifest) -> bool:
+    """Return whether a file is the shard that a manifest names, undamaged. Blocks."""
+    try:
+        return not _trouble_with(shard, entry, manifest, is_read=True)
+    except OSError:
+        return False
 
 
 def _trouble_with(shard: Path, entry: Entry, manifest: Manifest, is_read: bool) -> str:

@@ -197,13 +197,18 @@ def check_user(user: str) -> None:
 
 
 def restore_plan(
-    desired: agent_pb2.DesiredGang, storage: Path | None, part: LocalPart, nodes: tuple[str, ...] = ()
+    desired: agent_pb2.DesiredGang,
+    storage: Path | None,
+    part: LocalPart,
+    nodes: tuple[str, ...] = (),
+    fetched: Path | None = None,
 ) -> RestorePlan:
     """Return the state that the ranks start from. Raises LaunchRefusedError, StateUnreadableError, StateOutdatedError.
 
     All nodes of a gang start from the checkpoint that the master names, and none takes another one. Each node reads
     only its own shards. The leader checks whether storage has a newer checkpoint, written while a node was cut off from
-    the master; then the master has to name that one. `nodes`: whose disk `storage` is; none: all nodes see it."""
+    the master; then the master has to name that one. `nodes`: whose disk `storage` is; none: all nodes see it.
+    `fetched`: directory on it with those shards of the checkpoint that this part starts from."""
     source = desired.restore.WhichOneof("source")
     if source == "parked":
         return RestorePlan("arena", step=desired.restore.step)
@@ -213,11 +218,11 @@ def restore_plan(
         return RestorePlan()
     if storage is None:
         raise LaunchRefusedError("the checkpoint lies on storage this node does not see")
-    path = Path(desired.restore.checkpoint_path)
+    path = fetched or Path(desired.restore.checkpoint_path)
     if not path.is_absolute():
         path = storage / desired.job_uid / path
     # Where the tasks of roles change, a rank may need parts that any other rank has saved.
-    found = verify(path, None if part.roles else part.ranks)
+    found = verify(path, None if part.roles else part.ranks, is_whole=fetched is None)
     if isinstance(found, Unreadable):
         # The token is checked last: a checkpoint that vanished with its storage is not damaged.
         if not found.is_lasting or not (desired.restore.checkpoint_streams or token_found(storage)):
@@ -229,7 +234,8 @@ def restore_plan(
         is_of = f"is of step {found.step} and {counted(found.world, 'rank')}"
         text = f"checkpoint {path} {is_of}, not of {desired.restore.step} and {part.world}"
         raise StateUnreadableError(text, _on_storage(desired, storage, nodes))
-    kind = "checkpoint" if facts_of(path / shard_name(0)) is None else "image"
+    own = path / shard_name(part.ranks[0] % found.world)
+    kind = "checkpoint" if facts_of(own) is None else "image"
     return RestorePlan(kind, str(path), found.step, found.world, found.roles if part.roles else {})
 
 
@@ -237,16 +243,21 @@ def restore_from_nodes(
     desired: agent_pb2.DesiredGang, fetcher: Fetcher, part: LocalPart, node: str, account: Account | None
 ) -> RestorePlan:
     """Return the same for a checkpoint that lies on the disks of nodes: it is fetched to that of `node`, this one,
-    first, for `account` where the job runs as one. Blocks. Raises the same errors."""
-    path = desired.restore.checkpoint_path
+    first, for `account` where the job runs as one. The leader fetches all of it, and has a further copy then; the
+    others what their ranks start from, which may be all where the tasks of roles change. Blocks. Raises the same errors."""
+    path, uid = desired.restore.checkpoint_path, desired.job_uid
+    streams, fetched = desired.restore.checkpoint_streams, None
     try:
-        fetcher.checkpoint(desired.restore.checkpoint_streams, desired.job_uid, path, account)
+        if part.leads or part.roles:
+            fetcher.checkpoint(streams, uid, path, account)
+        else:
+            fetched = fetcher.part(streams, uid, path, part.ranks, part.world, account)
     except FetchError as error:
         why = f"checkpoint {path} cannot be fetched: {error}"
         if error.is_lasting:
             raise StateUnreadableError(why, _on_storage(desired, fetcher.directory, (node,))) from error
         raise LaunchRefusedError(why) from error
-    return restore_plan(desired, fetcher.directory, part, (node,))
+    return restore_plan(desired, fetcher.directory, part, (node,), fetched)
 
 
 def _check_newest(desired: agent_pb2.DesiredGang, storage: Path, nodes: tuple[str, ...]) -> None:
