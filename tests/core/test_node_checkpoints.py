@@ -9,7 +9,7 @@ from ganger.cluster.refusals import Reason
 from ganger.job_state import JobState
 from ganger_master.core import node_checkpoints
 from ganger_master.core.answers import SessionAnswer
-from ganger_master.core.commands import Observe, ObservedGang, OpenSession, SuspendJob
+from ganger_master.core.commands import NoteCopies, Observe, ObservedGang, OpenSession, SuspendJob
 from ganger_master.core.explain import explain
 from ganger_master.core.gang_model import ObservedPhase
 from ganger_master.core.job_model import Checkpoint, SuspendLevel
@@ -104,6 +104,33 @@ def test_a_copy_that_is_made_after_the_publication_is_recorded_too() -> None:
         assert drive.job(number).checkpoint == recorded
 
 
+def test_a_copy_that_a_daemon_has_fetched_is_recorded_too() -> None:
+    drive = DiskDrive(nodes=2)
+    number = suspended_on(drive)
+    job = drive.job(number)
+    assert job.checkpoint is not None
+    (home,) = job.checkpoint.nodes
+    other = "n2" if home == "n1" else "n1"
+    before = replace(job.checkpoint, step=20, path=f"checkpoints/20-{job.checkpoint.epoch}")
+    drive.state.put_job(replace(job, checkpoint_before=before))
+    found = [job.checkpoint.path, before.path, "checkpoints/9-9"]
+    drive.step(NoteCopies(other, drive.sessions[other], tuple((number, path) for path in found)))
+    job = drive.job(number)
+    assert [one.nodes for one in (job.checkpoint, job.checkpoint_before)] == [(home, other)] * 2  # type: ignore[union-attr]
+    assert not any(node_checkpoints.is_new_copy(job, path, other) for path in found)
+    # Without its first node the job starts from there.
+    drive.state.put_node(replace(drive.state.nodes[home], silent=True))
+    assert node_checkpoints.away(drive.state.nodes, job) is None
+
+
+def test_the_copy_of_a_checkpoint_on_storage_changes_nothing() -> None:
+    drive = DiskDrive(nodes=2)
+    number = suspended_on(drive)
+    job = drive.job(number)
+    job = replace(job, checkpoint=replace(job.checkpoint, nodes=()))  # type: ignore[type-var]
+    assert not node_checkpoints.is_new_copy(job, job.checkpoint.path, "n2")  # type: ignore[union-attr]
+
+
 def test_a_daemon_is_given_also_the_addresses_of_nodes_that_are_away() -> None:
     drive = DiskDrive(nodes=2)
     nodes = drive.state.nodes
@@ -135,9 +162,15 @@ def test_a_job_whose_checkpoints_went_with_their_nodes_starts_from_what_is_left(
     assert job.checkpoint is not None
     gone, here = replace(job.checkpoint, nodes=("n9",)), replace(job.checkpoint, step=20, nodes=("n2",))
     nodes = drive.state.nodes
-    assert node_checkpoints.usable(nodes, replace(job, checkpoint=gone, checkpoint_before=here)).checkpoint == here
-    assert node_checkpoints.usable(nodes, replace(job, checkpoint=gone, checkpoint_before=gone)).checkpoint is None
-    assert node_checkpoints.usable(nodes, replace(job, checkpoint=here)).checkpoint == here
+    assert (
+        node_checkpoints.without_removed(nodes, replace(job, checkpoint=gone, checkpoint_before=here)).checkpoint
+        == here
+    )
+    assert (
+        node_checkpoints.without_removed(nodes, replace(job, checkpoint=gone, checkpoint_before=gone)).checkpoint
+        is None
+    )
+    assert node_checkpoints.without_removed(nodes, replace(job, checkpoint=here)).checkpoint == here
 
 
 def test_a_copy_goes_to_another_node_that_can_keep_it() -> None:
@@ -171,9 +204,11 @@ def test_what_no_job_starts_from_may_go() -> None:
     # The master may not have recorded it yet.
     assert not may_go(f"checkpoints/90-{newest.epoch}")
     job = replace(job, epoch=newest.epoch + 1)
-    assert may_go(f"checkpoints/90-{newest.epoch}")
+    # Of an attempt that was cut off, whose report may still come.
+    assert not may_go(f"checkpoints/90-{newest.epoch}")
     assert not may_go(newest.path)
     assert not may_go(f"checkpoints/5-{job.epoch}")
+    assert may_go(f"checkpoints/5-{newest.epoch}")
     assert not may_go("checkpoints/another")
     job = replace(job, state=JobState.SUCCEEDED, end_time=1_000.0)
     assert not may_go(newest.path, now=1_050.0)

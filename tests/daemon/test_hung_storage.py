@@ -69,3 +69,31 @@ def test_the_daemon_does_not_wait_for_a_token_on_storage_that_hangs_and_reports_
     while storage.trouble:
         assert time.monotonic() - began < 30.0
     assert storage.proved
+
+
+def test_a_session_begins_once_it_is_known_whether_the_node_sees_a_storage_that_answers_late(
+    tmp_path: Path, hang: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".ganger-token").write_text("token\n")
+    found = layout.token_found
+    monkeypatch.setattr(layout, "token_found", lambda path: hang.wait() and found(path))
+    storage = Storage()
+    storage.configure(str(tmp_path), "token")
+    assert not storage.proved
+
+    async def story() -> None:
+        settling = asyncio.create_task(storage.settle())
+        await asyncio.sleep(0)
+        assert not settling.done()
+        hang.set()
+        await settling
+
+    asyncio.run(story())
+    assert storage.proved
+    # One that hangs is not waited for any longer.
+    monkeypatch.setattr(node_context, "_HUNG_S", 0.05)
+    hang.clear()
+    other = Storage()
+    other.configure(str(tmp_path), "token")
+    asyncio.run(other.settle())
+    assert not other.proved

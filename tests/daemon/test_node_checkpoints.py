@@ -6,16 +6,21 @@ import asyncio
 import errno
 import os
 import threading
+import time
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
+import grpc
 import pytest
 from daemon.test_checkpoints import write_shards
+from ganger.agent.v1 import agent_pb2, peer_pb2
 from ganger.injob.launcher.process_record import publish
 from ganger.injob.page_layout import CHECKPOINT_BIT
+from ganger.v1 import job_pb2
 from ganger_daemon.checkpoints import node_checkpoints
 from ganger_daemon.checkpoints.gang_checkpoints import GangCheckpoints, OnNode
 from ganger_daemon.checkpoints.node_checkpoints import (
@@ -27,9 +32,24 @@ from ganger_daemon.checkpoints.node_checkpoints import (
     remove,
     sweep,
 )
-from ganger_daemon.checkpoints.storage import MANIFEST, Shard, ShardCollection, ShardReport, directories, manifest
+from ganger_daemon.checkpoints.storage import (
+    MANIFEST,
+    Shard,
+    ShardCollection,
+    ShardReport,
+    directories,
+    give_storage,
+    manifest,
+)
+from ganger_daemon.gang.checkpointing import copy_to_first
+from ganger_daemon.gang.gang_context import LocalPart
+from ganger_daemon.gang.launch_plan import restore_from_nodes
+from ganger_daemon.node.accounts import Account
+from ganger_daemon.node.daemon_files import remove_tree
 from ganger_daemon.transfer.state_stream import StreamError, StreamRequest
 from ganger_daemon.transfer.stream_server import StreamServer
+from grpc.aio import AioRpcError, Metadata
+from kit.accounts import STRANGER, needs_a_stranger
 
 UID, PATH = "5f0c8f6e-8f43-4d0e-9a0b-111111111111", "checkpoints/7-2"
 
@@ -59,7 +79,7 @@ def stream(source: Path) -> Iterator[str]:
 @pytest.fixture
 def fetcher(tmp_path: Path) -> Fetcher:
     (disk := tmp_path / "disk").mkdir()
-    return Fetcher(disk, "t")
+    return Fetcher(disk, "t", patience_s=0.0)
 
 
 def test_a_checkpoint_is_fetched_whole(source: Path, stream: str, fetcher: Fetcher) -> None:
@@ -325,3 +345,185 @@ def test_a_file_that_its_job_cuts_off_on_the_way_ends_the_stream(
             fetcher.checkpoint([server.address], UID, PATH, None)
     finally:
         server.close()
+
+
+def test_a_member_fetches_the_shards_of_its_ranks_alone_and_has_no_copy(
+    source: Path, stream: str, fetcher: Fetcher
+) -> None:
+    older, newer = (fetcher.directory / UID / "checkpoints" / name for name in ("5-1.tmp", "9-3.tmp"))
+    older.mkdir(parents=True)
+    newer.mkdir()
+    found = fetcher.part([stream], UID, PATH, (1,), 2, None)
+    assert sorted(path.name for path in found.iterdir()) == [MANIFEST, "rank-1.shard"]
+    assert (found / "rank-1.shard").read_bytes() == (source / UID / PATH / "rank-1.shard").read_bytes()
+    assert kept(fetcher.directory) == ()
+    # What earlier attempts have left goes, what a present one writes stays.
+    assert not older.exists()
+    assert newer.exists()
+    desired = agent_pb2.DesiredGang(job_uid=UID, epoch=3, spec=job_pb2.JobSpec())
+    desired.restore.checkpoint_path, desired.restore.step = PATH, 7
+    desired.restore.checkpoint_streams.append(stream)
+    member, leader = LocalPart((1,), (2,), 2, leads=False), LocalPart((0,), (1,), 2, leads=True)
+    assert restore_from_nodes(desired, fetcher, member, "n2", None).path == str(found)
+    # The leader has all of it: a further copy.
+    assert restore_from_nodes(desired, fetcher, leader, "n2", None).path == str(fetcher.directory / UID / PATH)
+    assert kept(fetcher.directory) == (KeptCheckpoint(UID, PATH),)
+    assert restore_from_nodes(desired, fetcher, member, "n2", None).path == str(fetcher.directory / UID / PATH)
+
+
+def test_ranks_of_a_world_of_another_size_have_all_shards(stream: str, fetcher: Fetcher) -> None:
+    found = fetcher.part([stream], UID, PATH, (2,), 3, None)
+    assert sorted(path.name for path in found.iterdir()) == [MANIFEST, "rank-0.shard", "rank-1.shard"]
+
+
+def test_a_shard_that_a_member_has_saved_itself_is_not_fetched(
+    stream: str, fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_shards(fetcher.directory / UID / "checkpoints", 7, 2, 2)
+    receive, fetched = Fetcher._receive, []
+
+    def noted(self: Fetcher, stream: str, request: StreamRequest, *rest: object) -> int:
+        fetched.append(request.file)
+        return receive(self, stream, request, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Fetcher, "_receive", noted)
+    own = fetcher.part([stream], UID, PATH, (0, 1), 2, None)
+    assert fetched == [f"{PATH}/{MANIFEST}"]
+    (own / "rank-1.shard").write_bytes(b"damaged")
+    fetcher.part([stream], UID, PATH, (0, 1), 2, None)
+    assert fetched[1:] == [f"{PATH}/{MANIFEST}", f"{PATH}/rank-1.shard"]
+
+
+def test_a_node_that_is_being_restarted_is_asked_again_with_growing_pauses(
+    source: Path, fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    former = StreamServer(partial(CheckpointFile, source), "t")
+    address = former.address
+    former.start()
+    former.close()
+    pauses: list[float] = []
+    servers: list[StreamServer] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            port = int(address.rpartition(":")[2])
+            servers.append(StreamServer(partial(CheckpointFile, source), "t", port=port))
+            servers[0].start()
+
+    clock = SimpleNamespace(sleep=pause, monotonic=time.monotonic, time=time.time)
+    monkeypatch.setattr(node_checkpoints, "time", clock)
+    try:
+        assert replace(fetcher, patience_s=60.0).checkpoint([address], UID, PATH, None).step == 7
+    finally:
+        for server in servers:
+            server.close()
+    assert pauses == [0.1, 0.2, 0.4]
+
+
+def test_a_connection_that_breaks_is_gone_on_with_after_a_pause(
+    source: Path, fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offsets: list[int] = []
+
+    class Broken(CheckpointFile):
+        """Ends the first connection behind half of the second shard."""
+
+        def __init__(self, directory: Path, request: StreamRequest) -> None:
+            super().__init__(directory, request)
+            self._is_cut = "rank-1" in request.file and not offsets
+            self._looks = 0
+            if "rank-1" in request.file:
+                offsets.append(request.offset)
+
+        def progress(self) -> tuple[int, int]:
+            size, filled = super().progress()
+            return size, filled // 2 if self._is_cut else filled
+
+        def valid(self) -> bool:
+            # Before the answer, and before each piece.
+            self._looks += 1
+            return not self._is_cut or self._looks < 3
+
+    pauses: list[float] = []
+    clock = SimpleNamespace(sleep=pauses.append, monotonic=time.monotonic, time=time.time)
+    monkeypatch.setattr(node_checkpoints, "time", clock)
+    server = StreamServer(partial(Broken, source), "t")
+    server.start()
+    try:
+        assert fetcher.checkpoint([server.address], UID, PATH, None).step == 7
+    finally:
+        server.close()
+    size = (source / UID / PATH / "rank-1.shard").stat().st_size
+    assert offsets == [0, size // 2]
+    assert pauses == [0.1]
+
+
+@needs_a_stranger
+def test_what_is_fetched_for_an_account_is_its_own(stream: str, fetcher: Fetcher) -> None:
+    account = Account("stranger", STRANGER, STRANGER, (STRANGER,), "/")
+    os.chmod(fetcher.directory, 0o711)
+    fetcher.checkpoint([stream], UID, PATH, account)
+    part = fetcher.part([stream], UID, "checkpoints/7-2", (0,), 2, account)
+    assert part.name == "7-2", "the whole one is there"
+    remove_tree(part)
+    part = fetcher.part([stream], UID, PATH, (0,), 2, account)
+    for path in (part.parent, part, *part.iterdir()):
+        status = path.stat()
+        assert (status.st_uid, status.st_gid, status.st_mode & 0o077) == (STRANGER, STRANGER, 0), path
+    # Its logs and process images stay this process's.
+    assert (fetcher.directory / UID / "images").stat().st_uid == 0
+
+
+@needs_a_stranger
+def test_a_link_that_an_account_has_put_in_the_place_of_an_unfinished_checkpoint_is_not_followed(
+    stream: str, fetcher: Fetcher, tmp_path: Path
+) -> None:
+    account = Account("stranger", STRANGER, STRANGER, (STRANGER,), "/")
+    give_storage(fetcher.directory, UID, account)
+    (foreign := tmp_path / "foreign").mkdir()
+    (fetcher.directory / UID / "checkpoints" / "7-2.tmp").symlink_to(foreign)
+    with pytest.raises(FetchError):
+        fetcher.part([stream], UID, PATH, (0,), 2, account)
+    assert not list(foreign.iterdir())
+    assert foreign.stat().st_uid == 0
+
+
+class _Peers:
+    """Daemons by address: their node, or why they keep no copy."""
+
+    def __init__(self, answers: dict[str, str]) -> None:
+        self._answers = answers
+        self.asked: list[str] = []
+
+    def stub(self, address: str) -> SimpleNamespace:
+        return SimpleNamespace(KeepCheckpoint=partial(self._keep, address))
+
+    async def _keep(self, address: str, request: peer_pb2.KeepCheckpointRequest) -> peer_pb2.KeepCheckpointResponse:
+        self.asked.append(address)
+        answer = self._answers[address]
+        if answer.startswith("nodes/"):
+            return peer_pb2.KeepCheckpointResponse(node=answer)
+        raise AioRpcError(grpc.StatusCode.UNAVAILABLE, Metadata(), Metadata(), answer)
+
+
+@pytest.mark.parametrize(
+    ("answers", "nodes", "trouble"),
+    [
+        ({"a:1": "it is full", "b:1": "nodes/n3", "c:1": "nodes/n4"}, ("n3",), ""),
+        (
+            {"a:1": "it is full", "b:1": "away"},
+            (),
+            "COPY_MISSING: the checkpoint is on one node only: a:1: it is full; b:1: away",
+        ),
+        ({}, (), ""),
+    ],
+    ids=["the second can", "none can", "none is named"],
+)
+def test_the_first_daemon_that_can_keeps_a_copy_and_without_one_the_reasons_are_reported(
+    answers: dict[str, str], nodes: tuple[str, ...], trouble: str
+) -> None:
+    peers = _Peers(answers)
+    found = asyncio.run(copy_to_first(peers, list(answers), peer_pb2.KeepCheckpointRequest()))  # type: ignore[arg-type]
+    assert found == (nodes, trouble)
+    assert peers.asked == list(answers)[: 2 if nodes else len(answers)]

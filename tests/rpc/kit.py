@@ -104,6 +104,8 @@ class Speaker:
     desired_version: int = 0
     peer_address: str = "127.0.0.1:1"
     machine: str = ""
+    # Whether it keeps checkpoints on its disk, and does not see the storage.
+    keeps_checkpoints: bool = False
 
     async def open(self, storage_token: str = "") -> agent_pb2.Session:
         session = await self.served.agents.CreateSession(
@@ -114,7 +116,10 @@ class Speaker:
                 configuration_set=convert.configuration_set_to_wire(configuration_set()),
                 peer_address=self.peer_address,
                 stream_address="127.0.0.1:2",
-                capabilities={"virtual_devices": "true"},
+                capabilities={
+                    "virtual_devices": "true",
+                    **({"disk_checkpoints": "yes"} if self.keeps_checkpoints else {}),
+                },
                 version="test",
                 storage_token=storage_token,
             )
@@ -127,6 +132,7 @@ class Speaker:
         gangs: list[agent_pb2.ObservedGang] | None = None,
         max_wait_seconds: float = 0.0,
         timeout: float = WAIT_S,
+        kept: list[agent_pb2.KeptCheckpoint] | None = None,
     ) -> agent_pb2.ReconcileResponse:
         """One call; with `gangs` the complete observed set, without it an unchanged one."""
         if gangs is not None:
@@ -139,7 +145,8 @@ class Speaker:
                 changed=gangs is not None,
                 gangs=gangs or [],
                 max_wait=times.duration(max_wait_seconds),
-                storage_proved=True,
+                storage_proved=not self.keeps_checkpoints,
+                kept_checkpoints=kept or [],
             ),
             timeout=timeout,
         )

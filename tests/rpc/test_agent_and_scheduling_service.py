@@ -112,15 +112,55 @@ def test_a_daemon_hears_which_checkpoints_on_its_disk_may_go(tmp_path: Path) -> 
             ended, waiting = await served.submit(), await served.submit()
             await served.jobs.CancelJob(job_service_pb2.CancelJobRequest(name=ended.name))
             uids = (ended.uid, waiting.uid, "of-no-job")
-            answer = await served.agents.Reconcile(
-                agent_pb2.ReconcileRequest(
-                    session=node.session,
-                    observation=node.observation,
-                    desired_version=node.desired_version,
-                    kept_checkpoints=[agent_pb2.KeptCheckpoint(job_uid=uid, path="checkpoints/5-1") for uid in uids],
-                )
-            )
+            kept = [agent_pb2.KeptCheckpoint(job_uid=uid, path="checkpoints/5-1") for uid in uids]
+            answer = await node.reconcile(kept=kept)
             assert [(one.job_uid, one.path) for one in answer.removable_checkpoints] == [(ended.uid, "checkpoints/5-1")]
+
+    asyncio.run(story())
+
+
+def test_a_leader_has_the_addresses_of_nodes_that_can_keep_copies_now_and_a_start_those_that_have_one(
+    tmp_path: Path,
+) -> None:
+    async def story() -> None:
+        async with serving(tmp_path) as served:
+            n1, n2, n3 = (
+                Speaker(served, name, peer_address=f"127.0.0.1:{name[1]}", keeps_checkpoints=True)
+                for name in ("n1", "n2", "n3")
+            )
+            for node in (n1, n2, n3):
+                await node.join()
+            host = served.scheduling.WatchLeases(scheduling_pb2.WatchLeasesRequest(scheduler="host"))
+            job = await served.submit(spec_of(checkpoint_copies=2))
+            assert (await approved(served, host, claim("n1"))).HasField("approved")
+            answer = await n1.reconcile()
+            (gang,) = answer.gangs
+            assert gang.checkpoints_on_nodes
+            copies = [(one.epoch, list(one.addresses)) for one in answer.copy_peers]
+            assert copies == [(gang.epoch, ["127.0.0.1:2", "127.0.0.1:3"])]
+            # A daemon that has just begun a session has not reported yet. The desired set is not sent for that.
+            await n2.open()
+            answer = await n1.reconcile()
+            assert not answer.gangs
+            assert [list(one.addresses) for one in answer.copy_peers] == [["127.0.0.1:3"]]
+            await n2.reconcile([])
+
+            checkpoint = job_pb2.Checkpoint(step=9, epoch=gang.epoch, path=f"checkpoints/9-{gang.epoch}")
+            checkpoint.nodes.append("nodes/n1")
+            ended = agent_pb2.ObservedGang(
+                job=gang.job, job_uid=gang.job_uid, epoch=gang.epoch, order=gang.order, checkpoint=checkpoint,
+                phase=agent_pb2.ObservedGang.PHASE_ENDED, outcome=agent_pb2.Outcome(kind=agent_pb2.Outcome.KIND_FENCED),
+            )  # fmt: skip
+            await n1.reconcile([ended])
+            # Another node has fetched it.
+            kept = [agent_pb2.KeptCheckpoint(job_uid=gang.job_uid, path=checkpoint.path)]
+            assert not (await n2.reconcile(kept=kept)).removable_checkpoints
+            shown = await served.jobs.GetJob(job_service_pb2.GetJobRequest(name=job.name))
+            assert list(shown.checkpoint.nodes) == ["nodes/n1", "nodes/n2"]
+            assert (await approved(served, host, claim("n3"))).HasField("approved")
+            (gang,) = (await n3.reconcile()).gangs
+            assert list(gang.restore.checkpoint_streams) == ["127.0.0.1:2"] * 2
+            host.cancel()
 
     asyncio.run(story())
 

@@ -31,7 +31,7 @@ def disk(cluster: Cluster, node: str) -> Path:
 
 
 def kept_on(cluster: Cluster) -> set[str]:
-    return {node for node in cluster.daemons if list(disk(cluster, node).glob("*/checkpoints/*/MANIFEST.json"))}
+    return {node for node in cluster.daemons if list(disk(cluster, node).glob("*/checkpoints/*[0-9]/MANIFEST.json"))}
 
 
 def test_a_suspended_job_goes_on_from_a_checkpoint_on_another_node_s_disk(cluster: Cluster) -> None:
@@ -48,7 +48,15 @@ def test_a_suspended_job_goes_on_from_a_checkpoint_on_another_node_s_disk(cluste
     job.shell("nodes", "cordon", first, "--reason", "test")
     job.shell("resume", job.id)
     job.wait_step(job.last_step() + 3, within_seconds=180)
-    assert nodes_of(job) != {first}
+    (second,) = nodes_of(job)
+    assert second != first
+    # What was fetched is a further copy.
+    eventually(
+        lambda: set(job.show()["checkpoint"]["nodes"]) == {f"nodes/{first}", f"nodes/{second}"},
+        within_seconds=60,
+        what="both nodes count as having it",
+        story=job.story,
+    )
     job.hurry()
     job.wait_state("SUCCEEDED", within_seconds=180)
     job.check(alone)
@@ -59,11 +67,19 @@ def test_a_gang_over_two_nodes_saves_on_the_disk_of_its_leader(cluster: Cluster)
     job.wait_step(3, within_seconds=180)
     job.shell("suspend", "--level", "checkpoint", "--wait", job.id)
     (home,) = kept_on(cluster)
-    (manifest,) = disk(cluster, home).glob("*/checkpoints/*/MANIFEST.json")
+    (manifest,) = disk(cluster, home).glob("*/checkpoints/*[0-9]/MANIFEST.json")
     assert sorted(path.name for path in manifest.parent.glob("*.shard")) == [f"rank-{n}.shard" for n in range(4)]
     # The other node keeps its shards until the next checkpoint, for a daemon that is restarted meanwhile.
     assert not list(disk(cluster, home).glob("*/checkpoints/*.tmp"))
+    job.shell("nodes", "cordon", home, "--reason", "test")
     job.shell("resume", job.id)
+    job.wait_step(job.last_step() + 1, within_seconds=180)
+    # The new leader fetches all of it, the other node the shards of its ranks.
+    (leader,) = kept_on(cluster) - {home}
+    (other,) = nodes_of(job) - {leader}
+    (part,) = disk(cluster, other).glob("*/checkpoints/*.tmp/MANIFEST.json")
+    assert len(list(part.parent.glob("*.shard"))) == 2
+    job.shell("nodes", "uncordon", home)
     job.hurry()
     job.wait_state("SUCCEEDED", within_seconds=180)
     alone = Run.submit(cluster, "wide-alone", "--nodes", "2", world=4)

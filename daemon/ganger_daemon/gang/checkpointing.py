@@ -40,7 +40,7 @@ from ganger_daemon.gang.control_pages import page_order, write_details
 from ganger_daemon.gang.gang_context import GangContext, OfGang, error_of
 from ganger_daemon.gang.process_image import GangImages
 from ganger_daemon.gang.replay_check import ReplayCheck
-from ganger_daemon.node.node_context import ORDER_DEADLINE_S
+from ganger_daemon.node.node_context import ORDER_DEADLINE_S, PeerCalls
 from ganger_daemon.transfer.state_stream import StreamError
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,8 @@ class CheckpointCoordinator(OfGang):
             OnNode(self._host.node, self._collect, self._copy) if self._part.on_nodes else None,
             self._part.roles,
         )
-        self._copy_peers: tuple[str, ...] = tuple(desired.copy_peers)
+        # Daemons of which one is to have a copy of each checkpoint, as the master's newest answer names them.
+        self.copy_peers: Collection[str] = ()
         self._work: asyncio.Task[None] | None = None
         self._recalling: asyncio.Task[None] | None = None
         self._pruning: asyncio.Task[None] | None = None
@@ -165,7 +166,6 @@ class CheckpointCoordinator(OfGang):
         storage = self._context.storage
         if storage is None:
             return
-        self._copy_peers = tuple(desired.copy_peers)
         if self._work is None:
             self._work = asyncio.create_task(self._tend(storage, desired, wanted, phase, now, is_whole, is_opaque))
             await asyncio.wait((self._work,), timeout=_PATIENCE_S)
@@ -343,26 +343,31 @@ class CheckpointCoordinator(OfGang):
 
     async def _copy(self, path: str) -> tuple[tuple[str, ...], str]:
         """Have another node keep a copy of a checkpoint. Return the nodes that do, and why not where there is none."""
-        reasons = []
-        for peer in self._copy_peers:
-            request = peer_pb2.KeepCheckpointRequest(
-                job_uid=self._paths.job_uid, path=path, stream=self._members[0].stream_address, user=self._user
-            )
-            try:
-                answer = await self._context.peers.stub(peer).KeepCheckpoint(request)
-            except grpc.aio.AioRpcError as error:
-                reasons.append(f"{peer}: {error.details()}")
-                continue
-            return (parse_node_name(answer.node),), ""
-        if reasons:
-            return (), f"COPY_MISSING: the checkpoint is on one node only: {'; '.join(reasons)}"
-        return (), ""
+        request = peer_pb2.KeepCheckpointRequest(
+            job_uid=self._paths.job_uid, path=path, stream=self._members[0].stream_address, user=self._user
+        )
+        return await copy_to_first(self._context.peers, self.copy_peers, request)
 
     async def _report(self, report: ShardReport) -> bool:
         leader = self._members[0]
         return await self._context.peers.shard_written(
             leader.peer_address, self._paths.job_uid, self._paths.epoch, report
         )
+
+
+async def copy_to_first(
+    calls: PeerCalls, peers: Collection[str], request: peer_pb2.KeepCheckpointRequest
+) -> tuple[tuple[str, ...], str]:
+    """Have the first of these daemons that can keep a copy of a checkpoint. Return its node, or why there is none."""
+    reasons = []
+    for peer in peers:
+        try:
+            answer = await calls.stub(peer).KeepCheckpoint(request)
+        except grpc.aio.AioRpcError as error:
+            reasons.append(f"{peer}: {error.details()}")
+            continue
+        return (parse_node_name(answer.node),), ""
+    return (), f"COPY_MISSING: the checkpoint is on one node only: {'; '.join(reasons)}" if reasons else ""
 
 
 def by_image(found: Iterable[PageProgress]) -> bool:

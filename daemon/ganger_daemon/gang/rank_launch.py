@@ -304,6 +304,8 @@ class RankLaunch(OfGang):
                 nodes = (host.node,) if self._part.on_nodes else ()
                 reading = work(restore_plan, desired, self._context.proved_storage, self._part, nodes)
             self._reading = asyncio.ensure_future(reading)
+            if desired.restore.checkpoint_streams:
+                self._reading.add_done_callback(lambda _: host.note_fetched())
             self._reading_wait = StorageWait()
         await asyncio.wait((self._reading,), timeout=_READING_PATIENCE_S)
         if not self._reading.done():

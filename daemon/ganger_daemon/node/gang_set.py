@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -148,6 +148,11 @@ class GangSet:
             self.rotation.confirm_begun()
         self.rotation.follow()
         return frozenset(absent)
+
+    def set_copy_peers(self, addresses: Mapping[int, Sequence[str]]) -> None:
+        """Note by epoch the daemons that may keep a copy of a gang's checkpoints; gangs without any need none."""
+        for (_, epoch), gang in self._gangs.items():
+            gang.parts.saving.copy_peers = addresses.get(epoch, ())
 
     async def _act(self, action: Action, messages: Mapping[GangId, agent_pb2.DesiredGang]) -> None:
         match action:

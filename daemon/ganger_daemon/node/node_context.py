@@ -136,6 +136,15 @@ class Storage:
             looking.join(_LOOK_PATIENCE_S)
         return self._found
 
+    async def settle(self) -> None:
+        """Wait until it is known whether this node sees the storage, at most until the storage counts as hung.
+
+        A gang keeps its checkpoints for as long as it lasts where its nodes see the storage as it starts: one whose
+        first look takes longer than others' must not count as a node without storage."""
+        looking = None if self.found else self._looking
+        if looking is not None:
+            await asyncio.to_thread(looking.join, _HUNG_S)
+
     @property
     def proved(self) -> bool:
         return bool(self.token) and self.found == self.token
@@ -222,7 +231,7 @@ class PeerCalls:
 
 @dataclass(slots=True)
 class NodeContext:
-    """Context of one daemon. Mutable are the core table, storage, the lease, and the callback for changes."""
+    """Context of one daemon. Mutable are the core table, storage, the lease, `has_fetched` and callbacks."""
 
     node: str
     token: str
@@ -248,6 +257,8 @@ class NodeContext:
     lease_until_ns: int | None = None
     checkpoint_interval_s: float = 0.0
     changed: Callable[[], None] = lambda: None
+    # A checkpoint was fetched to this node's disk, and the master does not know it yet.
+    has_fetched: bool = False
     # Called when the master has named the storage: the next daemon needs it before its first session.
     storage_configured: Callable[[], None] = lambda: None
     address_host: str = "127.0.0.1"
@@ -257,6 +268,11 @@ class NodeContext:
     device_cores: float = 0.0
     # One at a time: two launches that rewrite cpusets at once would fight over the same files.
     launch_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def note_fetched(self) -> None:
+        """Report soon that this node's disk has a further checkpoint: the node that it came from may be lost."""
+        self.has_fetched = True
+        self.changed()
 
     @property
     def fetcher(self) -> Fetcher:

@@ -288,6 +288,7 @@ class Session:
         answer: agent_pb2.Session = await stub.CreateSession(request, timeout=10.0)
         version = common_version(SUPPORTED_VERSIONS, stated_versions(answer), names=("daemon", "master"))
         storage.configure(answer.storage, answer.storage_token)
+        await storage.settle()
         self._host.storage_configured()
         self._host.logs.storage = storage.shared
         self._host.checkpoint_interval_s = seconds(answer.checkpoint_interval)
@@ -370,8 +371,9 @@ class Session:
 
     async def _kept_checkpoints(self) -> list[agent_pb2.KeptCheckpoint]:
         """Return the checkpoints on this node's disk, from time to time: the master names those that may go."""
-        if time.monotonic() < self._kept_due:
+        if time.monotonic() < self._kept_due and not self._host.has_fetched:
             return []
+        self._host.has_fetched = False
         self._kept_due = time.monotonic() + _KEPT_EVERY_S
         await asyncio.to_thread(sweep, self._host.paths.checkpoints, self._gangs.job_uids)
         found = await asyncio.to_thread(kept, self._host.paths.checkpoints)
@@ -421,6 +423,7 @@ class Session:
             conversation.missing = await self._gangs.apply(
                 conversation.desired, acknowledged, conversation.rows, conversation.missing
             )
+        self._gangs.set_copy_peers({one.epoch: tuple(one.addresses) for one in answer.copy_peers})
         # A version counts as applied once all its specs are here: until then the master answers at once.
         if answer.changed and not conversation.missing:
             conversation.desired_version = answer.desired_version

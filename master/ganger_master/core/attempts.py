@@ -51,7 +51,7 @@ def start(state: State, event: GangApproved) -> int:
     epoch, gpus = job.epoch, devices_of(claims)
     job = replace(job, state=JobState.HOLDING, revision=job.revision + 1, pending_since=0.0, again_at=0.0)
     if parked is None:
-        job = _with_usable_checkpoint(state, job, now, cause)
+        job = _without_removed_checkpoints(state, job, now, cause)
         restore = Restore()
         if job.checkpoint is not None:
             restore = Restore(checkpoint_path=job.checkpoint.path, step=job.checkpoint.step)
@@ -261,14 +261,14 @@ def _stepped(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -
     return gang_orders.reap(state, job, now)
 
 
-def _with_usable_checkpoint(state: State, job: JobRecord, now: float, cause: str) -> JobRecord:
+def _without_removed_checkpoints(state: State, job: JobRecord, now: float, cause: str) -> JobRecord:
     """Return a job without checkpoints that went with nodes that were removed; its history says so."""
-    usable = node_checkpoints.usable(state.nodes, job)
-    if usable.checkpoint is not job.checkpoint and job.checkpoint is not None:
+    left = node_checkpoints.without_removed(state.nodes, job)
+    if left.checkpoint is not job.checkpoint and job.checkpoint is not None:
         text = f"it lay on {' and '.join(job.checkpoint.nodes)}, which is no part of the cluster any more"
-        step = usable.checkpoint.step if usable.checkpoint is not None else "the beginning"
+        step = left.checkpoint.step if left.checkpoint is not None else "the beginning"
         state.history(now, job, "checkpoint_unreadable", cause, text, step=job.checkpoint.step, goes_on_from=step)
-    return usable
+    return left
 
 
 def _rest(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> bool:

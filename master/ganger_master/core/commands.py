@@ -387,6 +387,14 @@ class DeleteReservation(Struct, frozen=True, gc=False):
     user: str = ""
 
 
+class NoteCopies(Struct, frozen=True, gc=False):
+    """The daemon of a node has found checkpoints on its disk that are not known to be there: job and path of each."""
+
+    node: str
+    session: str
+    copies: tuple[tuple[int, str], ...]
+
+
 class NoteSlowNode(Struct, frozen=True, gc=False):
     """Jobs step more slowly on a node than elsewhere, as `reason` has it; empty: they do no longer."""
 
@@ -469,7 +477,16 @@ ReservationCommand: TypeAlias = ReserveNodes | UpdateReservation | DeleteReserva
 TokenCommand: TypeAlias = CreateToken | RevokeToken
 RestoreCommand: TypeAlias = OpenStore | NoteEnds | GoOn | EndQuarantined | AdoptQuarantined
 SessionCommand: TypeAlias = (
-    RequestGang | ReleaseGang | ProposePlan | ClaimTurns | Observe | Answer | OpenSession | NoteSlowNode | Tick
+    RequestGang
+    | ReleaseGang
+    | ProposePlan
+    | ClaimTurns
+    | Observe
+    | Answer
+    | OpenSession
+    | NoteCopies
+    | NoteSlowNode
+    | Tick
 )
 Command: TypeAlias = (
     JobCommand | ArrayCommand | NodeCommand | ReservationCommand | TokenCommand | RestoreCommand | SessionCommand

@@ -10,7 +10,17 @@ from ganger.cluster.resources import Claim, ConfigurationSet
 from ganger.job_state import JobState
 from msgspec.structs import replace
 
-from ganger_master.core import access_tokens, arrays, commands, events, job_updates, quarantine, reservations, rollback
+from ganger_master.core import (
+    access_tokens,
+    arrays,
+    commands,
+    events,
+    job_updates,
+    node_checkpoints,
+    quarantine,
+    reservations,
+    rollback,
+)
 from ganger_master.core.answers import Done, JobAnswer, NodeAnswer, RefusedError, SessionAnswer
 from ganger_master.core.approval import judge_change, level_of
 from ganger_master.core.colocation import per_device
@@ -230,7 +240,16 @@ def _answer(state: State, command: commands.Answer, now: float) -> Decision:
     return (events.NodeAnswered(now, cause, command.node, version, command.problem),), Done()
 
 
-def _node_in(state: State, command: commands.Observe | commands.Answer) -> Node:
+def _note_copies(state: State, command: commands.NoteCopies, now: float) -> Decision:
+    node = _node_in(state, command)
+    known = [(state.jobs.get(number), path) for number, path in command.copies]
+    new = [(job.number, path) for job, path in known if job and node_checkpoints.is_new_copy(job, path, node.name)]
+    if not new:
+        return (), Done()
+    return (events.CopiesNoted(now, f"daemon:{node.name}", node.name, tuple(new)),), Done()
+
+
+def _node_in(state: State, command: commands.Observe | commands.Answer | commands.NoteCopies) -> Node:
     """Return the node of a session. Raises RefusedError for a session that is not the node's present one."""
     node, session = state.nodes.get(command.node), command.session
     if node is None or not session or node.session != session:
@@ -384,6 +403,7 @@ _DECIDES: Final[dict[type, Callable[[State, Any, float], Decision]]] = {
     commands.UncordonNode: _mark,
     commands.DeclareLost: _declare_lost,
     commands.RemoveNode: _remove_node,
+    commands.NoteCopies: _note_copies,
     commands.NoteSlowNode: _note_slow,
     commands.ReserveNodes: _reserve,
     commands.UpdateReservation: _update_reservation,

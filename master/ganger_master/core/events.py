@@ -210,6 +210,13 @@ class NodeMarked(Event, frozen=True, gc=False):
     reason: str
 
 
+class CopiesNoted(Event, frozen=True, gc=False):
+    """A node's disk has these checkpoints, too: job and path of each."""
+
+    node: str
+    copies: tuple[tuple[int, str], ...]
+
+
 class SlowNodeNoted(Event, frozen=True, gc=False):
     node: str
     reason: str

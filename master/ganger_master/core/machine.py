@@ -388,6 +388,7 @@ _HANDLERS: Final[dict[type, Callable[[State, Any], None]]] = {
     events.NodeObserved: _node_observed,
     events.NodeAnswered: availability.note_answer,
     events.NodeMarked: _node_marked,
+    events.CopiesNoted: observation.note_copies,
     events.SlowNodeNoted: node_faults.note_slow,
     events.NodeLost: observation.lose,
     events.NodeRemoved: _node_removed,

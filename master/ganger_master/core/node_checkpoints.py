@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from itertools import islice
+from heapq import nsmallest
 from typing import Final
 
 from ganger.cluster.refusals import Reason, Refusal
@@ -70,7 +70,7 @@ def away(nodes: Mapping[str, Node], job: JobRecord) -> Refusal | None:
     return Refusal(Reason.CHECKPOINT_AWAY, job=job.name, detail=detail)
 
 
-def usable(nodes: Mapping[str, Node], job: JobRecord) -> JobRecord:
+def without_removed(nodes: Mapping[str, Node], job: JobRecord) -> JobRecord:
     """Return the job as it starts: without the checkpoints whose nodes were all removed from the cluster."""
     newest, before = job.checkpoint, job.checkpoint_before
     if before is not None and is_gone(nodes, before):
@@ -80,24 +80,45 @@ def usable(nodes: Mapping[str, Node], job: JobRecord) -> JobRecord:
     return replace(job, checkpoint=newest, checkpoint_before=before)
 
 
+def is_new_copy(job: JobRecord, path: str, node: str) -> bool:
+    """Return whether a checkpoint on a node's disk is one that the job starts from, and is not known to be there."""
+    return not job.state.is_finished and with_copies(job, path, [node]) is not job
+
+
+def with_copies(job: JobRecord, path: str, nodes: Collection[str]) -> JobRecord:
+    """Return the job with these nodes as further ones that have its checkpoint of this path; the same job if they are
+    known, and for a checkpoint that it does not start from, or that lies on storage."""
+
+    def of(checkpoint: Checkpoint | None) -> Checkpoint | None:
+        if checkpoint is None or checkpoint.path != path or not checkpoint.nodes:
+            return checkpoint
+        more = sorted(set(nodes).difference(checkpoint.nodes))
+        return replace(checkpoint, nodes=(*checkpoint.nodes, *more)) if more else checkpoint
+
+    newest, before = of(job.checkpoint), of(job.checkpoint_before)
+    if newest is job.checkpoint and before is job.checkpoint_before:
+        return job
+    return replace(job, checkpoint=newest, checkpoint_before=before)
+
+
 def copy_candidates(nodes: Mapping[str, Node], members: Collection[str], copies: int) -> list[Node]:
     """Return nodes of which one is to keep a copy of a gang's checkpoints, besides its leader; none for one copy."""
     if copies < 2:
         return []
     # From the leader's place on, so that not all copies are on the first nodes.
-    names = sorted(nodes)
     leader = next(iter(members), "")
-    turned = [name for name in names if name > leader] + [name for name in names if name < leader]
-    others = (nodes[name] for name in turned if name not in members and keeps_checkpoints(nodes[name]))
-    return list(islice((node for node in others if sources(nodes, [node.name])), _CANDIDATES))
+    others = (node for name, node in nodes.items() if name not in members and keeps_checkpoints(node))
+    there = (node for node in others if sources(nodes, [node.name]))
+    return nsmallest(_CANDIDATES, there, key=lambda node: (node.name < leader, node.name))
 
 
 def may_go(job: JobRecord, path: str, now: float, kept_s: float | None) -> bool:
     """Return whether a checkpoint on a node's disk is of no use any more; not for a path that is none.
 
-    `kept_s`: how long those of an ended job are kept; None: for ever. Of the present attempt those stay that are newer
-    than the newest recorded one: the master may not have recorded them yet. Older ones are copies, which the leader
-    does not remove from other nodes."""
+    `kept_s`: how long those of an ended job are kept; None: for ever. Those stay that are newer than the newest
+    recorded one: the master may not have recorded them yet, and the report of an attempt that was cut off may still
+    come, long after the next one has begun. Older ones are copies, which the leader does not remove from other
+    nodes."""
     found = _PATH.fullmatch(path)
     if found is None:
         return False
@@ -106,4 +127,4 @@ def may_go(job: JobRecord, path: str, now: float, kept_s: float | None) -> bool:
     wanted = [one for one in (job.checkpoint, job.checkpoint_before) if one is not None]
     step, epoch = int(found[1]), int(found[2])
     is_older = any((epoch, step) < (one.epoch, one.step) for one in wanted)
-    return path not in [one.path for one in wanted] and (epoch < job.epoch or is_older)
+    return path not in [one.path for one in wanted] and is_older

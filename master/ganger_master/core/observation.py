@@ -9,10 +9,10 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from ganger_master.core import arrays, ending, gang_orders, idle_gpus, quarantine
+from ganger_master.core import arrays, ending, gang_orders, idle_gpus, node_checkpoints, quarantine
 from ganger_master.core.colocation import kept_memory_of, residue_of
 from ganger_master.core.commands import Observe, ObservedGang
-from ganger_master.core.events import NodeLost
+from ganger_master.core.events import CopiesNoted, NodeLost
 from ganger_master.core.gang_model import Gang, GangIntent, GangRole, ObservedPhase, Outcome, OutcomeKind, Piece
 from ganger_master.core.job_model import Capabilities, Checkpoint
 from ganger_master.core.node_faults import cordon, note_faults
@@ -267,10 +267,15 @@ def _learn_checkpoint(state: State, node: str, observed: ObservedGang, checkpoin
     known = job.checkpoint
     if known is None or ending.is_newer(checkpoint, known):
         ending.record(state, job, checkpoint, now, f"epoch:{observed.epoch}")
-    elif checkpoint.path == known.path and known.nodes and (more := set(checkpoint.nodes).difference(known.nodes)):
+    elif known.nodes:
         # It is reported once it is published, and again once another node has a copy.
-        nodes = (*known.nodes, *sorted(more))
-        state.put_job(replace(job, checkpoint=replace(known, nodes=nodes)))
+        state.put_job(node_checkpoints.with_copies(job, checkpoint.path, checkpoint.nodes))
+
+
+def note_copies(state: State, event: CopiesNoted) -> None:
+    """Record that a node's disk has further copies of checkpoints, as a daemon that starts from one fetches it."""
+    for number, path in event.copies:
+        state.put_job(node_checkpoints.with_copies(state.jobs[number], path, [event.node]))
 
 
 def _common(gang: Gang) -> Capabilities:

@@ -7,7 +7,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +26,7 @@ from ganger_master.core.array_model import StopRule
 from ganger_master.core.arrays import has_climbed, report_of, rule_of
 from ganger_master.core.desired_projection import DesiredSet
 from ganger_master.core.job_model import JobRecord
+from ganger_master.core.node_checkpoints import is_new_copy
 from ganger_master.rpc import agent_messages
 from ganger_master.rpc.access import RenewalLimit
 from ganger_master.rpc.agent_messages import ObservedParts
@@ -150,6 +151,9 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
                 return agent_pb2.ReconcileResponse(observation=request.observation)
             if request.changed:
                 expect(await self._writer.submit(agent_messages.observe_from_wire(node, request)), Done)
+            kept = [(job.number, kept.path) for job, kept in self._kept(request) if is_new_copy(job, kept.path, node)]
+            if kept:
+                expect(await self._writer.submit(commands.NoteCopies(node, request.session, tuple(kept))), Done)
             await self._hold(node, request, call)
             if self._newest.get(node) is not call:
                 raise errors.NotReady("a newer call of this node has come")
@@ -203,28 +207,32 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
     def _add_addresses(self, message: agent_pb2.ReconcileResponse, desired: DesiredSet) -> None:
         """Add addresses of nodes that have checkpoints on their disks, or are to have them."""
         nodes = self._writer.committed.nodes
-        gangs = {gang.epoch: gang for gang in desired.gangs} if message.gangs else {}
+        gangs = {gang.epoch: gang for gang in desired.gangs}
         for sent in message.gangs:
-            gang = gangs[sent.epoch]
-            if gang.restore.checkpoint_nodes:
-                streams = node_checkpoints.streams_of(nodes, gang.restore.checkpoint_nodes)
-                sent.restore.checkpoint_streams.extend(streams)
+            if names_of := gangs[sent.epoch].restore.checkpoint_nodes:
+                sent.restore.checkpoint_streams.extend(node_checkpoints.streams_of(nodes, names_of))
+        for gang in gangs.values():
             if gang.checkpoint_copies > 1:
                 members = [member.node for member in gang.members]
                 others = node_checkpoints.copy_candidates(nodes, members, gang.checkpoint_copies)
-                sent.copy_peers.extend([node.peer_address for node in others])
+                message.copy_peers.add(epoch=gang.epoch, addresses=[node.peer_address for node in others])
 
     def _add_removable(self, message: agent_pb2.ReconcileResponse, request: agent_pb2.ReconcileRequest) -> None:
         """Add the checkpoints on the node's disk that may go. Those of jobs without a record stay."""
+        now = time.time()
+        for job, kept in self._kept(request):
+            if node_checkpoints.may_go(job, kept.path, now, self._checkpoints_kept_s):
+                message.removable_checkpoints.append(kept)
+
+    def _kept(self, request: agent_pb2.ReconcileRequest) -> Iterator[tuple[JobRecord, agent_pb2.KeptCheckpoint]]:
+        """Yield the checkpoints on the node's disk with their jobs, without those of jobs that have no record."""
         committed, now = self._writer.committed, time.time()
         if request.kept_checkpoints and now > self._numbers_made_at + _NUMBERS_S:
             self._numbers, self._numbers_made_at = {job.uid: number for number, job in committed.jobs.items()}, now
         for kept in request.kept_checkpoints[:_KEPT_MOST]:
             job = committed.jobs.get(self._numbers.get(kept.job_uid, 0))
-            if job is None or job.uid != kept.job_uid:
-                continue
-            if node_checkpoints.may_go(job, kept.path, now, self._checkpoints_kept_s):
-                message.removable_checkpoints.append(kept)
+            if job is not None and job.uid == kept.job_uid:
+                yield job, kept
 
     async def RenewCertificate(
         self, request: agent_pb2.RenewCertificateRequest, context: Any

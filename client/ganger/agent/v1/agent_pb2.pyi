@@ -471,6 +471,7 @@ class ReconcileResponse(google.protobuf.message.Message):
     DESCRIBE_EPOCHS_FIELD_NUMBER: builtins.int
     REVOCATION_LIST_FIELD_NUMBER: builtins.int
     REMOVABLE_CHECKPOINTS_FIELD_NUMBER: builtins.int
+    COPY_PEERS_FIELD_NUMBER: builtins.int
     desired_version: builtins.int
     changed: builtins.bool
     """False: `gangs` and `slices` are empty and the desired set stands."""
@@ -509,6 +510,12 @@ class ReconcileResponse(google.protobuf.message.Message):
     def removable_checkpoints(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___KeptCheckpoint]:
         """Of `kept_checkpoints` of the last report: those that no job starts from any more."""
 
+    @property
+    def copy_peers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CopyPeers]:
+        """To the leaders of gangs whose checkpoints are to be kept on a second node. Complete in every answer: nodes that were
+        there at the start of a gang may be away by the time of a checkpoint.
+        """
+
     def __init__(
         self,
         *,
@@ -522,11 +529,34 @@ class ReconcileResponse(google.protobuf.message.Message):
         describe_epochs: collections.abc.Iterable[builtins.int] | None = ...,
         revocation_list: builtins.bytes = ...,
         removable_checkpoints: collections.abc.Iterable[Global___KeptCheckpoint] | None = ...,
+        copy_peers: collections.abc.Iterable[Global___CopyPeers] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["acknowledged_epochs", b"acknowledged_epochs", "changed", b"changed", "describe_epochs", b"describe_epochs", "desired_version", b"desired_version", "gangs", b"gangs", "later_specs", b"later_specs", "observation", b"observation", "removable_checkpoints", b"removable_checkpoints", "revocation_list", b"revocation_list", "slices", b"slices"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["acknowledged_epochs", b"acknowledged_epochs", "changed", b"changed", "copy_peers", b"copy_peers", "describe_epochs", b"describe_epochs", "desired_version", b"desired_version", "gangs", b"gangs", "later_specs", b"later_specs", "observation", b"observation", "removable_checkpoints", b"removable_checkpoints", "revocation_list", b"revocation_list", "slices", b"slices"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ReconcileResponse: typing_extensions.TypeAlias = ReconcileResponse
+
+@typing.final
+class CopyPeers(google.protobuf.message.Message):
+    """Daemons of which one is to have a copy of each checkpoint of a gang."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    ADDRESSES_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    @property
+    def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+        addresses: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["addresses", b"addresses", "epoch", b"epoch"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___CopyPeers: typing_extensions.TypeAlias = CopyPeers
 
 @typing.final
 class DesiredSlices(google.protobuf.message.Message):
@@ -717,7 +747,6 @@ class DesiredGang(google.protobuf.message.Message):
     TRIAL_MEMORY_BYTES_FIELD_NUMBER: builtins.int
     IDLE_AFTER_FIELD_NUMBER: builtins.int
     CHECKPOINTS_ON_NODES_FIELD_NUMBER: builtins.int
-    COPY_PEERS_FIELD_NUMBER: builtins.int
     job: builtins.str
     job_uid: builtins.str
     epoch: builtins.int
@@ -781,10 +810,6 @@ class DesiredGang(google.protobuf.message.Message):
         all.
         """
 
-    @property
-    def copy_peers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """To the leader: addresses of daemons of which one is to have a copy of each checkpoint; empty: none."""
-
     def __init__(
         self,
         *,
@@ -811,11 +836,10 @@ class DesiredGang(google.protobuf.message.Message):
         trial_memory_bytes: builtins.int = ...,
         idle_after: google.protobuf.duration_pb2.Duration | None = ...,
         checkpoints_on_nodes: builtins.bool = ...,
-        copy_peers: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint_interval", b"checkpoint_interval", "claim", b"claim", "grace", b"grace", "idle_after", b"idle_after", "order", b"order", "restore", b"restore", "spec", b"spec"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "checkpoint_first", b"checkpoint_first", "checkpoint_interval", b"checkpoint_interval", "checkpoint_request", b"checkpoint_request", "checkpoints_on_nodes", b"checkpoints_on_nodes", "claim", b"claim", "copy_peers", b"copy_peers", "epoch", b"epoch", "grace", b"grace", "idle_after", b"idle_after", "intent", b"intent", "job", b"job", "job_uid", b"job_uid", "kept_checkpoints", b"kept_checkpoints", "level", b"level", "members", b"members", "order", b"order", "repin_request", b"repin_request", "restore", b"restore", "spec", b"spec", "stop_sequence", b"stop_sequence", "threads", b"threads", "trial_memory_bytes", b"trial_memory_bytes", "user", b"user"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "checkpoint_first", b"checkpoint_first", "checkpoint_interval", b"checkpoint_interval", "checkpoint_request", b"checkpoint_request", "checkpoints_on_nodes", b"checkpoints_on_nodes", "claim", b"claim", "epoch", b"epoch", "grace", b"grace", "idle_after", b"idle_after", "intent", b"intent", "job", b"job", "job_uid", b"job_uid", "kept_checkpoints", b"kept_checkpoints", "level", b"level", "members", b"members", "order", b"order", "repin_request", b"repin_request", "restore", b"restore", "spec", b"spec", "stop_sequence", b"stop_sequence", "threads", b"threads", "trial_memory_bytes", b"trial_memory_bytes", "user", b"user"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___DesiredGang: typing_extensions.TypeAlias = DesiredGang
