@@ -361,16 +361,18 @@ def test_a_part_that_has_ended_since_the_backup_keeps_no_devices_from_a_gang_tha
 
 @pytest.mark.parametrize("before", [GangIntent.HAND_OVER, GangIntent.RUN])
 @pytest.mark.parametrize(
-    ("kind", "wrote", "becomes"),
+    ("kind", "shows", "becomes"),
     [
-        (OutcomeKind.DONE, False, JobState.SUCCEEDED),
-        (OutcomeKind.YIELDED, False, JobState.SUSPENDED),
-        (OutcomeKind.UNKNOWN, True, JobState.SUSPENDED),
-        (OutcomeKind.UNKNOWN, False, JobState.HOLDING),
+        (OutcomeKind.DONE, "", JobState.SUCCEEDED),
+        (OutcomeKind.YIELDED, "", JobState.SUSPENDED),
+        (OutcomeKind.UNKNOWN, "a checkpoint", JobState.SUSPENDED),
+        (OutcomeKind.UNKNOWN, "a step", JobState.SUSPENDED),
+        (OutcomeKind.FAILED, "a step", JobState.FAILED),
+        (OutcomeKind.UNKNOWN, "", JobState.HOLDING),
     ],
 )
 def test_a_gang_does_not_run_on_if_a_later_one_of_its_job_has_stepped(
-    before: GangIntent, kind: OutcomeKind, wrote: bool, becomes: JobState
+    before: GangIntent, kind: OutcomeKind, shows: str, becomes: JobState
 ) -> None:
     """The earlier gang is the source of a move, or came back with a node that was lost; the later one has ended. If it
     did no step, the job keeps the earlier one."""
@@ -379,8 +381,9 @@ def test_a_gang_does_not_run_on_if_a_later_one_of_its_job_has_stepped(
     uid = drive.job(number).uid
     phase = ObservedPhase.RUNNING if before is GangIntent.RUN else ObservedPhase.PARKED
     earlier = Found(number, uid, 5, {"n1": 0b11}, before, phase, 3)
-    checkpoint = Checkpoint(20, 6, "20-6") if wrote else None
-    restored(drive, [earlier], {"n2": FinishedGang(number, uid, 6, Outcome(kind), 1, checkpoint)})
+    checkpoint = Checkpoint(20, 6, "20-6") if shows == "a checkpoint" else None
+    end = FinishedGang(number, uid, 6, Outcome(kind), 1, checkpoint, has_stepped=shows == "a step")
+    restored(drive, [earlier], {"n2": end})
     assert drive.job(number).state is becomes
     assert drive.job(number).epoch == (5 if becomes is JobState.HOLDING else 0)
     assert all(not stray.quarantined for stray in strays(drive, earlier).values())

@@ -170,7 +170,7 @@ def test_jobs_that_forge_damage_or_remove_their_files_cost_a_restarted_daemon_on
         forged = made.gang({"n1": [0]}, "n1", uid=forger)
         forged.claim.device_mask = 1
         await made.master.want("n1", with_changes(forged, 2, intent=Intents.INTENT_STOP))
-        await made.master.until("n1", 1, in_phase(Observed.PHASE_ENDED))
+        assert (await made.master.until("n1", 1, in_phase(Observed.PHASE_ENDED))).has_stepped
         assert start_ticks(honest) is None
         assert is_there(bystander)
         said = (made.directory / "n1.log").read_text()

@@ -289,7 +289,9 @@ class SimDaemon:
     def _note_finished(self, gang: ObservedGang, nodes: int) -> None:
         known = self.finished.get(gang.uid)
         if known is None or gang.epoch > known.epoch:
-            self.finished[gang.uid] = FinishedGang(gang.job, gang.uid, gang.epoch, gang.outcome, nodes, gang.checkpoint)
+            self.finished[gang.uid] = FinishedGang(
+                gang.job, gang.uid, gang.epoch, gang.outcome, nodes, gang.checkpoint, gang.has_stepped
+            )
 
     # -- observed ------------------------------------------------------------------------------------------------------
 
@@ -336,6 +338,7 @@ class SimDaemon:
             residue_bytes=(residue,) * self.configuration_set.devices if measures else (),
             kept_memory_bytes=int(self.physics.memory_used * ranks.order.claim.memory_bytes) if measures else 0,
             newest_order=_newest_order(ranks) if gang.epoch in self.describe else None,
+            has_stepped=phase is ObservedPhase.ENDED and gang.stepped,
         )
 
     def _is_idle(self, ranks: Ranks) -> bool:

@@ -181,6 +181,8 @@ def observe(report: GangReport) -> agent_pb2.ObservedGang:
         message.kept_memory_bytes = parts.memory.kept_bytes
     if judgement.outcome is not None:
         message.outcome.CopyFrom(_outcome_to_wire(judgement.outcome))
+    ran_unseen = parts.launching.is_done and has_no_agent(desired.spec)
+    message.has_stepped = phase is PartPhase.ENDED and (report.has_stepped or ran_unseen)
     message.devices_idle = phase is PartPhase.RUNNING and parts.idle_watch.is_idle
     message.working_set_bytes = rounded_up(parts.working_set.peak_bytes)
     published = parts.saving.keeper.published

@@ -309,6 +309,7 @@ def _ended(gang: LocalGang) -> agent_pb2.FinishedGang:
         epoch=observed.epoch,
         outcome=observed.outcome,
         nodes=len(gang.master_desired.members),
+        has_stepped=observed.has_stepped,
     )
     if observed.HasField("checkpoint"):
         end.checkpoint.CopyFrom(observed.checkpoint)

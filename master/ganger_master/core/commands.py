@@ -254,11 +254,14 @@ class ObservedGang(Struct, frozen=True, gc=False):
     devices_idle: bool = False
     # The order that the daemon has for it; only where the master requested that.
     newest_order: StoredOrder | None = field(default=None, name="told")
+    # It has ended, and one of its ranks did a step in this epoch.
+    has_stepped: bool = False
 
 
 class FinishedGang(Struct, frozen=True, gc=False):
     """A part of a gang that has ended on a node and was acknowledged: the newest of its job there. `nodes`: how many
-    the gang had; zero where that was not recorded."""
+    the gang had; zero where that was not recorded. `has_stepped`: whether a rank did a step; false where that was not
+    recorded."""
 
     job: int
     uid: str
@@ -266,6 +269,7 @@ class FinishedGang(Struct, frozen=True, gc=False):
     outcome: Outcome = _NO_OUTCOME
     nodes: int = 0
     checkpoint: Checkpoint | None = None
+    has_stepped: bool = False
 
 
 class ObservedSlices(Struct, frozen=True, gc=False, rename=STORED_NAMES):

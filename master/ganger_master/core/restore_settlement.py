@@ -138,9 +138,10 @@ def _is_unknown_end(state: State, job: JobRecord, epoch: int, parts: Mapping[str
 
 
 def _has_stepped(epoch: int, part: FinishedGang) -> bool:
-    """Return whether an ended part shows that its gang did steps: waiting destinations do not end well or save."""
+    """Return whether an ended part shows that its gang did steps: its daemon reports them, or, where an older one does
+    not, waiting destinations do not end well or save."""
     wrote = part.checkpoint is not None and part.checkpoint.epoch == epoch
-    return wrote or part.outcome.kind in (OutcomeKind.DONE, OutcomeKind.YIELDED)
+    return part.has_stepped or wrote or part.outcome.kind in (OutcomeKind.DONE, OutcomeKind.YIELDED)
 
 
 def is_as_stored(state: State, epoch: int, parts: Mapping[str, ObservedGang], alive: LiveGangs, job: JobRecord) -> bool:

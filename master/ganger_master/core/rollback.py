@@ -156,7 +156,9 @@ def by_job(reports: Mapping[str, Observe]) -> tuple[dict[str, LiveGangs], dict[s
         for gang in report.gangs:
             if gang.phase is ObservedPhase.ENDED:
                 nodes = len(gang.newest_order.nodes) if gang.newest_order is not None else 0
-                part = FinishedGang(gang.job, gang.uid, gang.epoch, gang.outcome, nodes, gang.checkpoint)
+                part = FinishedGang(
+                    gang.job, gang.uid, gang.epoch, gang.outcome, nodes, gang.checkpoint, gang.has_stepped
+                )
                 over.setdefault(gang.uid, {}).setdefault(gang.epoch, {})[name] = part
             else:
                 alive.setdefault(gang.uid, {}).setdefault(gang.epoch, {})[name] = gang

@@ -100,7 +100,7 @@ def _faults(message: agent_pb2.ReconcileRequest) -> list[tuple[str, str]]:
 def _finished_from_wire(message: agent_pb2.FinishedGang) -> commands.FinishedGang:
     return commands.FinishedGang(
         job=_job_number(message.job),
-        **plain(message, "uid:job_uid epoch nodes"),
+        **plain(message, "uid:job_uid epoch nodes has_stepped"),
         outcome=_outcome_from_wire(message.outcome),
         checkpoint=job_messages.checkpoint_from_wire(message.checkpoint) if message.HasField("checkpoint") else None,
     )
@@ -168,7 +168,7 @@ def desired_rows_to_wire(rows: DesiredSlices) -> agent_pb2.DesiredSlices:
 
 _OBSERVED: Final = (
     "uid:job_uid epoch stop_sequence presumed:capabilities_presumed threads repin_done device_mask:claim_device_mask"
-    " devices_idle"
+    " devices_idle has_stepped"
 )
 
 

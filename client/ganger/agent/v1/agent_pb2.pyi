@@ -998,6 +998,7 @@ class ObservedGang(google.protobuf.message.Message):
     IN_TIME_SLICES_FIELD_NUMBER: builtins.int
     WORKING_SET_BYTES_FIELD_NUMBER: builtins.int
     DEVICES_IDLE_FIELD_NUMBER: builtins.int
+    HAS_STEPPED_FIELD_NUMBER: builtins.int
     job: builtins.str
     job_uid: builtins.str
     epoch: builtins.int
@@ -1030,6 +1031,8 @@ class ObservedGang(google.protobuf.message.Message):
     """For at least `DesiredGang.idle_after` no local rank has made a step or evaluated a mini-batch, and none of its
     processes here has used a device. Time in which it starts, saves, restores or is suspended does not count.
     """
+    has_stepped: builtins.bool
+    """With PHASE_ENDED: whether one of its ranks did a step in this epoch."""
     @property
     def order(self) -> Global___OrderKey:
         """Highest order obeyed or being obeyed."""
@@ -1104,10 +1107,11 @@ class ObservedGang(google.protobuf.message.Message):
         in_time_slices: builtins.bool = ...,
         working_set_bytes: builtins.int = ...,
         devices_idle: builtins.bool = ...,
+        has_stepped: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "checkpoint", b"checkpoint", "first_step_time", b"first_step_time", "last_step_time", b"last_step_time", "newest_order", b"newest_order", "order", b"order", "outcome", b"outcome", "progress", b"progress"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arena_bytes", b"arena_bytes", "capabilities", b"capabilities", "capabilities_presumed", b"capabilities_presumed", "checkpoint", b"checkpoint", "claim_device_mask", b"claim_device_mask", "cores", b"cores", "devices_idle", b"devices_idle", "epoch", b"epoch", "first_step_time", b"first_step_time", "in_time_slices", b"in_time_slices", "job", b"job", "job_uid", b"job_uid", "kept_memory_bytes", b"kept_memory_bytes", "last_step_time", b"last_step_time", "level", b"level", "newest_order", b"newest_order", "order", b"order", "outcome", b"outcome", "peak_device_bytes", b"peak_device_bytes", "phase", b"phase", "progress", b"progress", "ranks", b"ranks", "repin_done", b"repin_done", "residue_bytes", b"residue_bytes", "stop_sequence", b"stop_sequence", "stop_step", b"stop_step", "threads", b"threads", "trouble", b"trouble", "working_set_bytes", b"working_set_bytes"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arena_bytes", b"arena_bytes", "capabilities", b"capabilities", "capabilities_presumed", b"capabilities_presumed", "checkpoint", b"checkpoint", "claim_device_mask", b"claim_device_mask", "cores", b"cores", "devices_idle", b"devices_idle", "epoch", b"epoch", "first_step_time", b"first_step_time", "has_stepped", b"has_stepped", "in_time_slices", b"in_time_slices", "job", b"job", "job_uid", b"job_uid", "kept_memory_bytes", b"kept_memory_bytes", "last_step_time", b"last_step_time", "level", b"level", "newest_order", b"newest_order", "order", b"order", "outcome", b"outcome", "peak_device_bytes", b"peak_device_bytes", "phase", b"phase", "progress", b"progress", "ranks", b"ranks", "repin_done", b"repin_done", "residue_bytes", b"residue_bytes", "stop_sequence", b"stop_sequence", "stop_step", b"stop_step", "threads", b"threads", "trouble", b"trouble", "working_set_bytes", b"working_set_bytes"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ObservedGang: typing_extensions.TypeAlias = ObservedGang
@@ -1122,11 +1126,14 @@ class FinishedGang(google.protobuf.message.Message):
     OUTCOME_FIELD_NUMBER: builtins.int
     NODES_FIELD_NUMBER: builtins.int
     CHECKPOINT_FIELD_NUMBER: builtins.int
+    HAS_STEPPED_FIELD_NUMBER: builtins.int
     job: builtins.str
     job_uid: builtins.str
     epoch: builtins.int
     nodes: builtins.int
     """How many nodes the gang was on; zero where an older daemon recorded its end."""
+    has_stepped: builtins.bool
+    """As `ObservedGang` has it; false where an older daemon recorded its end."""
     @property
     def outcome(self) -> Global___Outcome: ...
     @property
@@ -1142,10 +1149,11 @@ class FinishedGang(google.protobuf.message.Message):
         outcome: Global___Outcome | None = ...,
         nodes: builtins.int = ...,
         checkpoint: ganger.v1.job_pb2.Checkpoint | None = ...,
+        has_stepped: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint", b"checkpoint", "outcome", b"outcome"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint", b"checkpoint", "epoch", b"epoch", "job", b"job", "job_uid", b"job_uid", "nodes", b"nodes", "outcome", b"outcome"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint", b"checkpoint", "epoch", b"epoch", "has_stepped", b"has_stepped", "job", b"job", "job_uid", b"job_uid", "nodes", b"nodes", "outcome", b"outcome"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___FinishedGang: typing_extensions.TypeAlias = FinishedGang
