@@ -15,6 +15,7 @@ from typing import Any, Final
 from ganger.rank_command import RankCommand, from_accelerate, from_torchrun, python_beside
 from ganger.spec_values import parse_command, parse_gpus, whole_number
 from ganger.text import counted
+from ganger.v1.job_pb2 import JobSpec
 
 # With one of these only a shell knows what the line means.
 _SHELL_SIGNS: Final = re.compile(r"[;&|<>()$`\\*?\[\]{}~#!\n]")
@@ -37,6 +38,24 @@ def rank_command_of(command: Sequence[str], environment: Mapping[str, str], dire
     if found is None or not variables:
         return found
     return RankCommand(**{**vars(found), "environment": {**variables, **found.environment}})
+
+
+def starts_python(command: Sequence[str]) -> bool:
+    """Return whether a command line starts a Python by name. Other programs have no agent."""
+    return bool(command) and os.path.basename(command[0]).startswith("python")
+
+
+def agent_note(spec: JobSpec) -> str:
+    """Return what a role that runs no Python costs a job whose other roles do; '' for other jobs."""
+    own = {program.role: list(program.command) for program in spec.role_programs if program.command}
+    without = [role.name for role in spec.roles if not starts_python(own.get(role.name) or spec.command)]
+    if spec.agent == JobSpec.AGENT_NONE or not 0 < len(without) < len(spec.roles):
+        return ""
+    named = f"role{'s' * (len(without) > 1)} {' and '.join(without)} run{'s' * (len(without) == 1)} no Python"
+    return (
+        f"{named}: the whole job is suspended wherever it is, not between two steps, and can be saved or moved only as"
+        " process images"
+    )
 
 
 def _plain_words(words: list[str]) -> tuple[list[str], dict[str, str]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ganger.launch_command import replaced_flags
+from ganger.launch_command import agent_note, replaced_flags
 from ganger.rank_command import from_accelerate, from_torchrun
 from ganger.spec import make_spec
 from ganger.v1.job_pb2 import JobSpec
@@ -263,3 +263,30 @@ def test_a_configuration_file_of_accelerate_gives_what_the_line_does_not(tmp_pat
     assert spec.environment["ACCELERATE_DYNAMO_BACKEND"] == "INDUCTOR"
     assert spec.environment["FSDP_VERSION"] == "2"
     assert spec.environment["FSDP_RESHARD_AFTER_FORWARD"] == "false"
+
+
+ROLES = (
+    "the whole job is suspended wherever it is, not between two steps, and can be saved or moved only as process images"
+)
+
+
+@pytest.mark.parametrize(
+    ("commands", "more", "note"),
+    [
+        ({"cache": "redis-server", "worker": "python train.py"}, {}, f"role cache runs no Python: {ROLES}"),
+        (
+            {"cache": "redis-server", "board": "/usr/bin/board", "worker": "/env/bin/python3.11 train.py"},
+            {},
+            f"roles cache and board run no Python: {ROLES}",
+        ),
+        ({"cache": "redis-server", "worker": "python train.py"}, {"agent": "none"}, ""),
+        ({"cache": "redis-server", "worker": "bash run.sh"}, {}, ""),
+        ({"ps": "python train.py", "worker": "python train.py"}, {}, ""),
+        ({"worker": "bash run.sh"}, {}, ""),
+    ],
+)
+def test_what_a_role_without_python_costs_the_others_is_said(
+    commands: dict[str, str], more: dict[str, Any], note: str
+) -> None:
+    roles = [{"name": name, "cpus": 1, "command": command.split()} for name, command in commands.items()]
+    assert agent_note(make_spec({"roles": roles, "directory": ".", **more}, ENVIRON)) == note

@@ -471,3 +471,25 @@ def test_master_is_told_of_jobs_that_do_not_get_on(monkeypatch: pytest.MonkeyPat
         await until(lambda: not told[2].stall_reason, "its end")
 
     run(story)
+
+
+def test_a_python_role_beside_one_that_is_none_reports_its_steps() -> None:
+    async def story(made: Cluster) -> None:
+        await made.daemon("n1")
+        gang = made.gang({"n1": [0, 1]}, "n1", uid=str(uuid.uuid4()), steps=100_000)
+        del gang.spec.roles[:], gang.claim.tasks[:]
+        gang.spec.roles.add(name="cache", tasks=1).shape.millicores = 100
+        gang.spec.roles.add(name="worker", tasks=1).shape.gpus = 1
+        gang.spec.role_programs.add(role="cache", command=["/bin/sleep", "600"])
+        gang.claim.tasks.extend([1, 1])
+        await made.master.want("n1", gang)
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
+        await until(lambda: made.master.progress[1].step > 3 if 1 in made.master.progress else False, "steps")
+        # It is stopped wherever it is.
+        await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **PAUSE))
+        parked = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
+        assert parked.progress.step > 3
+        await made.master.want("n1", with_changes(gang, 3, intent=Intents.INTENT_STOP))
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_ENDED))
+
+    run(story)

@@ -202,7 +202,7 @@ def _print_notes(description: dict[str, Any], spec: JobSpec) -> None:
 
 def _notes(description: dict[str, Any], spec: JobSpec) -> Iterator[str]:
     from ganger.cli.slurm import foreign_program, ignored_directives
-    from ganger.launch_command import replaced_flags
+    from ganger.launch_command import agent_note, replaced_flags
 
     if (name := str(description.get("name", ""))).isdigit():
         yield f"--name (-n) {name} is a label; Slurm's -n is --tasks here"
@@ -212,6 +212,8 @@ def _notes(description: dict[str, Any], spec: JobSpec) -> Iterator[str]:
         yield ignored
     if foreign := foreign_program(spec.command):
         yield foreign
+    if without := agent_note(spec):
+        yield without
 
 
 def _submit_job(spec: JobSpec, request_id: str | None, follow: bool, dry_run: bool, as_json: bool) -> int:

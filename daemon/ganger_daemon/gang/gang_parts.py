@@ -29,7 +29,7 @@ from ganger_daemon.gang.gang_context import (
 from ganger_daemon.gang.gang_launcher import GangLauncher
 from ganger_daemon.gang.gang_memory import MemoryTrial, MemoryWatch, WorkingSet, memory_limit_bytes
 from ganger_daemon.gang.incoming import IncomingState
-from ganger_daemon.gang.launch_plan import has_no_agent
+from ganger_daemon.gang.launch_plan import has_no_agent, reporting_ranks
 from ganger_daemon.gang.process_image import GangImages
 from ganger_daemon.gang.rank_launch import RankLaunch
 from ganger_daemon.gang.shared_memory import Segments
@@ -112,7 +112,7 @@ class GangParts:
             segments=Segments(host, group),
             escalation=Escalation(context, exits),
             freezer=Freezer(context, lambda: images.holds_still),
-            step_rate=StepRate(context.pages, ranks),
+            step_rate=StepRate(context.pages, reporting_ranks(desired.spec, context.part)),
             utilization=UtilizationMeter(host, group, desired.claim.device_mask),
             idle_watch=IdleWatch(host, group, desired.claim.device_mask, seconds(desired.idle_after)),
             stall_watch=StallWatch(context.pages, ranks),

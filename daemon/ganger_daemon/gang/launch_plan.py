@@ -17,6 +17,7 @@ from ganger.injob.launcher.namespaces import SHARED_MEMORY, TEMPORARY
 from ganger.injob.launcher.process_record import TaskPlace, rank_environment, torchrun_environment
 from ganger.injob.page import page_path
 from ganger.injob.page_layout import VERSION
+from ganger.launch_command import starts_python
 from ganger.node_test import TEST_USER
 from ganger.text import counted
 from ganger.v1 import job_pb2
@@ -30,7 +31,7 @@ from ganger_daemon.gang.gang_context import GangContext, LocalPart, tasks_by_rol
 from ganger_daemon.images.packing import facts_of
 from ganger_daemon.node.accounts import UMASK, Account
 from ganger_daemon.node.daemon_files import GangPaths, write_json
-from ganger_daemon.node.launchers import HASH_SEED, is_python
+from ganger_daemon.node.launchers import HASH_SEED
 from ganger_daemon.node.process_identity import ProcessId, has_other_user
 
 # A rank's share of the arena is rounded up to whole huge pages.
@@ -174,7 +175,13 @@ def check_places(spec: job_pb2.JobSpec, storage: Path | None) -> None:
 
 def has_no_agent(spec: job_pb2.JobSpec) -> bool:
     """Return whether no hello is expected: the user wanted no agent, or the command of a role is no Python."""
-    return spec.agent == job_pb2.JobSpec.AGENT_NONE or not all(map(is_python, commands_of(spec)))
+    return spec.agent == job_pb2.JobSpec.AGENT_NONE or not all(map(starts_python, commands_of(spec)))
+
+
+def reporting_ranks(spec: job_pb2.JobSpec, part: LocalPart) -> tuple[int, ...]:
+    """Return the local ranks that report steps: those that run Python; all ranks where none does."""
+    found = [rank for rank in part.ranks if starts_python(program_of(spec, role_place(spec, part, rank).name)[0])]
+    return tuple(found) or part.ranks
 
 
 def own_user() -> str:
@@ -244,7 +251,8 @@ def restore_from_nodes(
 ) -> RestorePlan:
     """Return the same for a checkpoint that lies on the disks of nodes: it is fetched to that of `node`, this one,
     first, for `account` where the job runs as one. The leader fetches all of it, and has a further copy then; the
-    others what their ranks start from, which may be all where the tasks of roles change. Blocks. Raises the same errors."""
+    others what their ranks start from, which may be all where the tasks of roles change. Blocks. Raises the same
+    errors."""
     path, uid = desired.restore.checkpoint_path, desired.job_uid
     streams, fetched = desired.restore.checkpoint_streams, None
     try:
@@ -313,20 +321,24 @@ def is_distributed(desired: agent_pb2.DesiredGang, part: LocalPart) -> bool:
     return part.world > 1 or desired.spec.gpus_max > 0 or bool(part.roles) or desired.spec.distributed
 
 
-def hosts_by_role(desired: agent_pb2.DesiredGang) -> dict[str, list[str]]:
-    """Return the hosts of the tasks of each role, in the order of their ranks."""
+def role_hosts(desired: agent_pb2.DesiredGang) -> str:
+    """Return the hosts of the tasks of each role, in the order of their ranks, as JSON; '' for a job without several
+    roles, and where it were too long for a variable."""
+    if len(desired.spec.roles) < 2:
+        return ""
     hosts = {rank: host_of(member.peer_address) for member in desired.members for rank in member.ranks}
     found, first = {}, 0
     for role in desired.spec.roles:
         found[role.name] = [hosts.get(rank, "") for rank in range(first, first + role.tasks)]
         first += role.tasks
-    return found
+    text = json.dumps(found)
+    return text if len(text) <= _HOSTS_MOST else ""
 
 
 def job_environment(
-    desired: agent_pb2.DesiredGang, paths: GangPaths, part: LocalPart, rank: int, rendezvous: Rendezvous
+    desired: agent_pb2.DesiredGang, paths: GangPaths, part: LocalPart, rank: int, rendezvous: Rendezvous, hosts: str
 ) -> dict[str, str]:
-    """Return the variables that describe its job and its gang to a rank."""
+    """Return the variables that describe its job and its gang to a rank. `hosts`: as of `role_hosts`."""
     nodes = [parse_node_name(member.node) for member in desired.members]
     role = role_place(desired.spec, part, rank)
     environment = {
@@ -341,7 +353,7 @@ def job_environment(
     has_roles = len(desired.spec.roles) > 1
     if has_roles:
         environment["GANGER_ROLE_SIZES"] = json.dumps(tasks_by_role(desired.spec))
-    if has_roles and len(hosts := json.dumps(hosts_by_role(desired))) <= _HOSTS_MOST:
+    if hosts:
         environment["GANGER_ROLE_HOSTS"] = hosts
     if is_distributed(desired, part):
         own = next((number for number, member in enumerate(desired.members) if rank in member.ranks), 0)
@@ -384,9 +396,10 @@ def launch_mapping(
     cgroup_files: tuple[str, ...],
     threads: int,
     arena_bytes: int,
+    hosts: str,
 ) -> dict[str, Any]:
     """Return the launcher's request for one rank, which is also rank-K.launch.json. `environment`: of the gang.
-    `devices`: variables of the devices that the rank sees."""
+    `devices`: variables of the devices that the rank sees. `hosts`: as of `role_hosts`."""
     host, paths, part = context.host, context.paths, context.part
     ahead = bytes_ahead_per_rank(desired, len(part.ranks), arena_bytes)
     place = role_place(desired.spec, part, rank)
@@ -399,7 +412,7 @@ def launch_mapping(
         threads=threads,
         inject=host.launchers.inject,
         restore=_write_restore(paths, rank, place, restore, ahead),
-        job=job_environment(desired, paths, part, rank, rendezvous),
+        job=job_environment(desired, paths, part, rank, rendezvous, hosts),
     )
     if desired.spec.agent == job_pb2.JobSpec.AGENT_NONE:
         env["GANGER_AGENT"] = "none"

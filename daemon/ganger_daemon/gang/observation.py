@@ -245,7 +245,8 @@ def _add_page_figures(message: agent_pb2.ObservedGang, report: GangReport) -> No
         peak = max(peak, parts.devices.peak_bytes, 1)
     message.peak_device_bytes = -(-peak // (64 << 20)) * (64 << 20)
     if message.phase in (agent_pb2.ObservedGang.PHASE_PARKED, agent_pb2.ObservedGang.PHASE_ENDED):
-        _add_progress(message.progress, report, found)
+        stepping = [context.pages.progress(rank) for rank in parts.step_rate.ranks]
+        _add_progress(message.progress, report, stepping)
 
 
 def _add_progress(message: job_pb2.Progress, report: GangReport, found: Sequence[PageProgress]) -> None:

@@ -46,6 +46,7 @@ from ganger_daemon.gang.launch_plan import (
     launch_mapping,
     restore_from_nodes,
     restore_plan,
+    role_hosts,
     role_place,
 )
 from ganger_daemon.gang.process_image import GangImages
@@ -423,6 +424,7 @@ class RankLaunch(OfGang):
         found = self.recognise(children_of(launcher))
         processes: dict[int, ProcessId] = {}
         mappings: dict[int, dict[str, Any]] = {}
+        hosts = role_hosts(desired)
         for rank in self._part.ranks:
             if found[rank].is_lost:
                 raise LaunchRefusedError(stranger_text(rank, found[rank]))
@@ -440,6 +442,7 @@ class RankLaunch(OfGang):
                     cgroup_files=files,
                     threads=threads[rank],
                     arena_bytes=self._launcher.arena_bytes,
+                    hosts=hosts,
                 )
         if mappings and is_image and restore.kind != "image":
             self.awaits_image = True

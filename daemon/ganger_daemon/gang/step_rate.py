@@ -213,24 +213,24 @@ class IdleWatch:
 
 
 class StepRate:
-    """Progress of one gang's local ranks, from their pages."""
+    """Progress of those local ranks of a gang that report steps, from their pages."""
 
     def __init__(self, pages: ControlPages, ranks: tuple[int, ...]) -> None:
         self._pages = pages
-        self._ranks = ranks
+        self.ranks = ranks
         self._look: PageSample | None = None
         self.iteration_s = 0.0  # As last measured
 
     @property
     def first_step_ns(self) -> int:
         """Time when the last local rank finished its first step since the gang was started or resumed; 0 before."""
-        times = [self._pages.progress(rank).first_step_time_ns for rank in self._ranks] if self._pages.readable else []
+        times = [self._pages.progress(rank).first_step_time_ns for rank in self.ranks] if self._pages.readable else []
         return max(times) if times and all(times) else 0
 
     @property
     def last_step_ns(self) -> int:
         """Time of the newest step of a local rank; 0 before, and without pages."""
-        return max(self._pages.progress(rank).step_time_ns for rank in self._ranks) if self._pages.readable else 0
+        return max(self._pages.progress(rank).step_time_ns for rank in self.ranks) if self._pages.readable else 0
 
     def forget(self) -> None:
         """Drop the last sample, since time in which the gang is parked does not count."""
@@ -238,7 +238,7 @@ class StepRate:
 
     def measure(self) -> tuple[PageSample, float, float] | None:
         """Return the newest sample, steps/s and data-wait share since the last call; None before the first boundary."""
-        found = [self._pages.progress(rank) for rank in self._ranks]
+        found = [self._pages.progress(rank) for rank in self.ranks]
         if not any(progress.step for progress in found):
             return None
         if any(progress.phase == PagePhase.REPLAY for progress in found):

@@ -24,6 +24,7 @@ import ganger
 from ganger.injob.bootstrap import prepare_inject_directory
 from ganger.injob.launcher.client import Launcher, LauncherError, start_launcher
 from ganger.injob.launcher.process_record import startup_variables
+from ganger.launch_command import starts_python
 from ganger.text import os_failure
 
 from ganger_daemon.node.accounts import OR_ALL_AS_ROOT, Account, Becoming, closed_step, give_directory, start_as
@@ -54,7 +55,7 @@ _LOG_KEPT_S = 3600.0
 # Of other accounts, the newest count.
 _MOST_LAUNCHERS = 1_000
 
-__all__ = ["LauncherError", "Launchers", "interpreter_of", "is_python"]
+__all__ = ["LauncherError", "Launchers", "interpreter_of"]
 
 _PARTS = ("injob", "protocol", "training")
 # In the place of a path, so that the launcher has a name that no job's has.
@@ -106,16 +107,11 @@ def children_of(launcher: Launcher) -> dict[str, RankProcess]:
     return found
 
 
-def is_python(command: Collection[str]) -> bool:
-    """Return whether a command line starts a Python by name."""
-    return bool(command) and os.path.basename(next(iter(command))).startswith("python")
-
-
 def interpreter_of(
     command: tuple[str, ...], environment: Mapping[str, str], directory: str, otherwise: str = sys.executable
 ) -> str:
     """The Python a command starts, as an absolute path; `otherwise` for a command that is no Python."""
-    if not is_python(command):
+    if not starts_python(command):
         return otherwise
     if os.sep in command[0]:
         path = os.path.normpath(os.path.join(directory, command[0]))
