@@ -55,7 +55,7 @@ def make_network():
 def load_data():
     random = torch.Generator().manual_seed(0)
     labels = torch.randint(10, (IMAGES,), generator=random)
-    return TensorDataset(torch.randn(IMAGES, 3, 32, 32, generator=random), labels)
+    return TensorDataset(torch.randn(IMAGES, 3, 32, 32, generator=random), labels, torch.arange(IMAGES))
 
 def alone(arguments):
     torch.set_num_threads(1)
@@ -64,7 +64,7 @@ def alone(arguments):
     job = ganger.attach(model=network, optimizer=optimizer, seed=0)
     loader = job.dataloader(load_data(), global_batch=BATCH, shuffle=True, drop_last=True)
     for _ in job.epochs(arguments.epochs):
-        for images, labels in loader:
+        for images, labels, _ in loader:
             loss = nn.functional.cross_entropy(network(images), labels)
             optimizer.zero_grad()
             loss.backward()
@@ -72,7 +72,8 @@ def alone(arguments):
             job.step(loss)
 
 if "--servers" in sys.argv:
-    train.make_network, train.load_data = make_network, load_data
+    # Digests of all parameters in each step are for tests of the example.
+    train.make_network, train.load_data, train.digest = make_network, load_data, lambda network: ""
     train.main()
 else:
     alone(train.parse_arguments())
@@ -94,7 +95,7 @@ def measure(setting: Setting, part: Row) -> Sequence[Row]:
 
 
 def epoch_s(cluster: BenchCluster, batch: int, is_served: bool, epochs: int) -> float:
-    """Run a job, and return the seconds of its median epoch but the first and the last."""
+    """Run a job of so many epochs, two at least, and one; return the median seconds of all but the first and last."""
     name = f"{'served' if is_served else 'alone'}-{batch}"
     script, marks = cluster.directory / "alexnet.py", cluster.directory / f"{name}.marks"
     script.write_text(_JOB)
@@ -114,7 +115,7 @@ def epoch_s(cluster: BenchCluster, batch: int, is_served: bool, epochs: int) -> 
         return str(json.loads(cluster.ganger("show", job, "--json"))["state"]) not in ("PENDING", "HOLDING")
 
     cluster.until(has_ended, _LONGEST_S, f"{name} has ended")
-    begins = [float(line) for line in marks.read_text().split()]
+    begins = [float(line) for line in marks.read_text().split()] if marks.exists() else []
     if len(begins) != epochs + 1:
         raise RuntimeError(f"{name}: {len(begins)} of {epochs + 1} epochs: {cluster.ganger('logs', job)[-2000:]}")
     return median([after - before for before, after in pairwise(begins[1:])])
