@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 from ganger_master.estimators.cores_and_memory import CpuPoint
+from ganger_master.estimators.server_speed import ServerPoint
 from ganger_master.estimators.speed import ColocationTrial, Pressure, StepPoint
-
-from experiments.server_speed import ServerPoint
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 TRACES = SHARED / "traces"

@@ -8,9 +8,14 @@ import numpy as np
 import pytest
 from estimators.published import server_points
 from ganger_master.estimators.fitting import FitError, fit_error
-
-from experiments.first_placements import first_placements
-from experiments.server_speed import ServerPoint, ServerSpeed, UpdateMode, features, fit_server_speed
+from ganger_master.estimators.server_speed import (
+    ServerPoint,
+    ServerSpeed,
+    UpdateMode,
+    features,
+    first_placements,
+    fit_server_speed,
+)
 
 # MAPE in percent of the dossier (section 3a.2): all rows, median of fits on 8 random rows.
 TABLE = {

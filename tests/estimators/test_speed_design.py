@@ -6,9 +6,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-
-from experiments.first_placements import d_optimal, first_placements
-from experiments.server_speed import ServerSpeed, UpdateMode
+from ganger_master.estimators.server_speed import ServerSpeed, UpdateMode, d_optimal, first_placements
 
 GRID = [(p, w) for p in range(1, 9) for w in range(1, 9)]
 

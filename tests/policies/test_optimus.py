@@ -8,13 +8,12 @@ import time
 import numpy as np
 import pytest
 from estimators.published import server_points
+from ganger_master.estimators.server_speed import ServerSpeed, UpdateMode, fit_server_speed
 from ganger_master.estimators.speed import AllReduceModel
-from ganger_master.policies.optimus_sizes import YOUNG, ElasticJobs, allocated, allreduce_speeds, growing
+from ganger_master.policies.optimus_sizes import YOUNG, ElasticJobs, allocated, allreduce_speeds, growing, server_speeds
 from ganger_master.policies.orders import Floats
 from hypothesis import given
 from hypothesis import strategies as st
-
-from experiments.server_speed import ServerSpeed, UpdateMode, fit_server_speed, server_speeds
 
 # Optimus's published coefficients (EuroSys 2018, table of section 3.2).
 SYNCHRONOUS = ServerSpeed(UpdateMode.SYNCHRONOUS, (1.02, 2.78, 4.92, 0.0, 0.02, 0.0), batch=32.0)

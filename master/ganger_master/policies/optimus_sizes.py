@@ -18,6 +18,7 @@ import numpy as np
 
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
+from ganger_master.estimators.server_speed import ServerSpeed, UpdateMode
 from ganger_master.estimators.speed import AllReduceModel
 from ganger_master.policies.orders import Flags, Floats, Integers
 
@@ -95,6 +96,26 @@ def allreduce_speeds(models: Sequence[AllReduceModel], batch: Sequence[float] | 
         sync = np.where(gpus < 2.0, 0.0, sync)
         longer, shorter = np.maximum(compute, sync), np.minimum(compute, sync)
         return np.asarray(1.0 / (longer * (1.0 + (shorter / longer) ** sharp) ** (1.0 / sharp)), float)
+
+    return speed
+
+
+def server_speeds(models: Sequence[ServerSpeed]) -> Speed:
+    """Return the speeds, in steps/s, of jobs that train over parameter servers. Kinds of tasks: servers, workers."""
+    rows = np.zeros((len(models), 6))
+    for row, model in zip(rows, models, strict=True):
+        t = model.coefficients
+        if model.mode is UpdateMode.ASYNCHRONOUS:
+            row[1:5] = t
+        else:
+            row[:] = t
+            row[0] *= model.batch
+    is_asynchronous = np.array([model.mode is UpdateMode.ASYNCHRONOUS for model in models], bool)
+
+    def speed(jobs: Integers, counts: Integers) -> Floats:
+        p, w, t = counts[:, 0].astype(float), counts[:, 1].astype(float), rows[jobs].T
+        seconds = t[0] / w + t[1] + t[2] * (w / p) + t[3] * w + t[4] * p + t[5] / p
+        return np.asarray(np.where(is_asynchronous[jobs], w, 1.0) / seconds, float)
 
     return speed
 
