@@ -312,3 +312,22 @@ def test_a_wait_for_a_script_that_saves_itself_names_its_signal_and_grace() -> N
     job.capabilities.mechanism, job.spec.stop_signal = job_pb2.MECHANISM_SIGNAL, "TERM"
     job.spec.stop_grace.FromSeconds(300)
     assert obstacle(job) == "job 1 is stopping: its script saves itself since SIGTERM, for at most 5m"
+
+
+def remaining(is_guess: bool = False, high: float | None = 900.0, judged: int = 0) -> str:
+    job = job_pb2.Job(state=job_pb2.Job.STATE_HOLDING)
+    found = job.remaining_time
+    found.expected.FromSeconds(720)
+    found.low.FromSeconds(600)
+    if high is not None:
+        found.high.FromSeconds(int(high))
+    found.is_guess, found.judged_ranges, found.held_ranges = is_guess, judged, judged * 9 // 10
+    return dict(pairs(job))["remaining"]
+
+
+def test_the_remaining_time_has_a_range_and_the_record_of_such_ranges() -> None:
+    assert remaining() == "about 12m with what it has (10m to 15m)"
+    assert remaining(judged=30) == "about 12m with what it has (10m to 15m; 27 of 30 such ranges held)"
+    assert remaining(high=None) == "about 12m with what it has (at least 10m)"
+    assert "a guess" in remaining(is_guess=True)
+    assert dict(pairs(job_pb2.Job()))["remaining"] == ""

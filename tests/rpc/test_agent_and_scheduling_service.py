@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 from ganger.agent.v1 import agent_pb2
 from ganger.v1 import array_pb2, job_pb2, job_service_pb2, node_pb2, resources_pb2, scheduling_pb2
 from ganger.wire.errors import from_rpc_error
+from ganger_master.planner.remaining_time import Calibration, RemainingTime
+from ganger_master.rpc.planner_messages import remaining_times_to_wire
 from ganger_master.store.sql import SqlStore
 from rpc.kit import Served, Speaker, serving, spec_of, until
 
@@ -400,6 +403,43 @@ def test_progress_of_a_running_gang_shows_in_its_job(tmp_path: Path) -> None:
             assert job.progress.stall_reason == "slow"
             batch = await served.scheduling.WatchProgress(scheduling_pb2.WatchProgressRequest()).read()
             assert batch.progress["jobs/1"].step == 7
+            host.cancel()
+
+    asyncio.run(story())
+
+
+def test_a_plan_with_remaining_times_alone_decides_nothing_and_they_are_shown_while_the_job_runs(
+    tmp_path: Path,
+) -> None:
+    async def story() -> None:
+        async with serving(tmp_path) as served:
+            node = Speaker(served, "n1")
+            await node.join()
+            host = served.scheduling.WatchLeases(scheduling_pb2.WatchLeasesRequest(scheduler="host"))
+            await served.submit()
+            await approved(served, host, claim("n1"))
+
+            async def shown() -> job_pb2.Job:
+                return await served.jobs.GetJob(job_service_pb2.GetJobRequest(name="jobs/1"))
+
+            found = RemainingTime(1, 60.0, 50.0, 90.0)
+            times = remaining_times_to_wire([found, RemainingTime(7, 1.0, 0.0, math.inf)], Calibration(10, 9), 1_000.0)
+            before = served.master.writer.committed.view_version
+            await served.scheduling.ProposePlan(scheduling_pb2.Plan(remaining_times=times))
+            assert served.master.writer.committed.view_version == before
+            assert not (await shown()).HasField("remaining_time"), "it does not run yet"
+            desired = await node.reconcile(max_wait_seconds=10.0)
+            gangs = [
+                agent_pb2.ObservedGang(
+                    job=gang.job, job_uid=gang.job_uid, epoch=gang.epoch, order=gang.order,
+                    phase=agent_pb2.ObservedGang.PHASE_RUNNING, stop_sequence=gang.stop_sequence,
+                )
+                for gang in desired.gangs
+            ]  # fmt: skip
+            await node.reconcile(gangs)
+            remaining = (await shown()).remaining_time
+            assert (remaining.expected.seconds, remaining.low.seconds, remaining.high.seconds) == (60, 50, 90)
+            assert (remaining.judged_ranges, remaining.held_ranges, remaining.time.seconds) == (10, 9, 1_000)
             host.cancel()
 
     asyncio.run(story())

@@ -153,6 +153,8 @@ def test_no_field_of_a_job_is_left_out() -> None:
     assert isinstance(message, job_pb2.Job)
     # Only of one that was cancelled or stopped, and of one that runs.
     message.end_reason, message.progress.steps_per_s = "enough", 9.5
+    # It is kept beside the job.
+    message.remaining_time.SetInParent()
     parts = (message, message.array, message.spec, message.gang, message.checkpoint, message.progress, message.failure)
     parts = (*parts, message.progress.evaluation, message.gang.idle)
     assert [missing(part) for part in parts] == [set()] * len(parts)

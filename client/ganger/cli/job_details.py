@@ -74,6 +74,7 @@ def pairs(job: Job) -> list[tuple[str, str]]:
         ("pids", " ".join(str(pid or "-") for pid in gang.pids) if any(gang.pids) else ""),
         ("stopped at", f"step {gang.stop_step}" if gang.stop_step else ""),
         ("progress", job_table.progress_column(job)),
+        ("remaining", _remaining(job)),
         ("evaluates", evaluation if job.progress.HasField("evaluation") else ""),
         ("reported", _reported(job)),
         ("stop rule", job_table.unjudged(job)),
@@ -106,6 +107,20 @@ def memory_text(progress: Progress) -> str:
         return f"{text}; whether its page cache is too small is not measured"
     again = f"{format_memory(int(progress.refault_bytes_per_s))}/s of files read again"
     return f"{text}; {again}, which the page cache had no room for"
+
+
+def _remaining(job: Job) -> str:
+    """Return the estimate with its range, and how many of such ranges held the truth; empty without one."""
+    if not job.HasField("remaining_time"):
+        return ""
+    found = job.remaining_time
+    spans = found.expected, found.low, found.high
+    expected, low, high = [format_duration(round(times.seconds(span))) for span in spans]
+    if found.is_guess:
+        return f"about {expected}, a guess: neither its losses nor a number of epochs show its end yet"
+    record = f"; {found.held_ranges} of {found.judged_ranges} such ranges held" if found.judged_ranges else ""
+    within = f"{low} to {high}" if found.HasField("high") else f"at least {low}"
+    return f"about {expected} with what it has ({within}{record})"
 
 
 def _scheduled_at(job: Job) -> str:

@@ -148,6 +148,7 @@ class Job(google.protobuf.message.Message):
     ARRAY_FIELD_NUMBER: builtins.int
     END_REASON_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
+    REMAINING_TIME_FIELD_NUMBER: builtins.int
     name: builtins.str
     """"jobs/{n}". Output only."""
     uid: builtins.str
@@ -223,6 +224,10 @@ class Job(google.protobuf.message.Message):
     def array(self) -> ganger.v1.array_pb2.ArrayMembership:
         """Of a member of an array. Output only."""
 
+    @property
+    def remaining_time(self) -> Global___RemainingTime:
+        """As the planner estimated it last, under a policy that does (`optimus`), while it runs. Output only."""
+
     def __init__(
         self,
         *,
@@ -251,13 +256,60 @@ class Job(google.protobuf.message.Message):
         array: ganger.v1.array_pb2.ArrayMembership | None = ...,
         end_reason: builtins.str = ...,
         attempt: builtins.int = ...,
+        remaining_time: Global___RemainingTime | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["array", b"array", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "create_time", b"create_time", "end_time", b"end_time", "failure", b"failure", "gang", b"gang", "progress", b"progress", "run_duration", b"run_duration", "running_since_time", b"running_since_time", "spec", b"spec", "start_time", b"start_time"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["array", b"array", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "create_time", b"create_time", "end_time", b"end_time", "failure", b"failure", "gang", b"gang", "progress", b"progress", "remaining_time", b"remaining_time", "run_duration", b"run_duration", "running_since_time", b"running_since_time", "spec", b"spec", "start_time", b"start_time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["array", b"array", "attempt", b"attempt", "blockers", b"blockers", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "create_time", b"create_time", "end_reason", b"end_reason", "end_time", b"end_time", "failure", b"failure", "failures", b"failures", "gang", b"gang", "name", b"name", "preemptions", b"preemptions", "progress", b"progress", "queue_rank", b"queue_rank", "revision", b"revision", "run_duration", b"run_duration", "running_since_time", b"running_since_time", "spec", b"spec", "start_time", b"start_time", "state", b"state", "suspended_level", b"suspended_level", "trouble", b"trouble", "uid", b"uid", "user", b"user"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["array", b"array", "attempt", b"attempt", "blockers", b"blockers", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "create_time", b"create_time", "end_reason", b"end_reason", "end_time", b"end_time", "failure", b"failure", "failures", b"failures", "gang", b"gang", "name", b"name", "preemptions", b"preemptions", "progress", b"progress", "queue_rank", b"queue_rank", "remaining_time", b"remaining_time", "revision", b"revision", "run_duration", b"run_duration", "running_since_time", b"running_since_time", "spec", b"spec", "start_time", b"start_time", "state", b"state", "suspended_level", b"suspended_level", "trouble", b"trouble", "uid", b"uid", "user", b"user"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Job: typing_extensions.TypeAlias = Job
+
+@typing.final
+class RemainingTime(google.protobuf.message.Message):
+    """How long a running job needs still with the tasks that it has."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EXPECTED_FIELD_NUMBER: builtins.int
+    LOW_FIELD_NUMBER: builtins.int
+    HIGH_FIELD_NUMBER: builtins.int
+    IS_GUESS_FIELD_NUMBER: builtins.int
+    TIME_FIELD_NUMBER: builtins.int
+    JUDGED_RANGES_FIELD_NUMBER: builtins.int
+    HELD_RANGES_FIELD_NUMBER: builtins.int
+    is_guess: builtins.bool
+    """No end is predictable yet, from its losses or its number of epochs."""
+    judged_ranges: builtins.int
+    """Ranges of all jobs that were judged when these had succeeded, and those of them that held the truth."""
+    held_ranges: builtins.int
+    @property
+    def expected(self) -> google.protobuf.duration_pb2.Duration: ...
+    @property
+    def low(self) -> google.protobuf.duration_pb2.Duration:
+        """A range that is to hold the truth in nine of ten cases; `high` is unset where nothing bounds it."""
+
+    @property
+    def high(self) -> google.protobuf.duration_pb2.Duration: ...
+    @property
+    def time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        expected: google.protobuf.duration_pb2.Duration | None = ...,
+        low: google.protobuf.duration_pb2.Duration | None = ...,
+        high: google.protobuf.duration_pb2.Duration | None = ...,
+        is_guess: builtins.bool = ...,
+        time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        judged_ranges: builtins.int = ...,
+        held_ranges: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["expected", b"expected", "high", b"high", "low", b"low", "time", b"time"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["expected", b"expected", "held_ranges", b"held_ranges", "high", b"high", "is_guess", b"is_guess", "judged_ranges", b"judged_ranges", "low", b"low", "time", b"time"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___RemainingTime: typing_extensions.TypeAlias = RemainingTime
 
 @typing.final
 class JobSpec(google.protobuf.message.Message):

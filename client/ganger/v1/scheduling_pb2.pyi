@@ -444,6 +444,7 @@ class Plan(google.protobuf.message.Message):
     KEPT_PLACES_FIELD_NUMBER: builtins.int
     FINDINGS_FIELD_NUMBER: builtins.int
     CORES_CURVES_FIELD_NUMBER: builtins.int
+    REMAINING_TIMES_FIELD_NUMBER: builtins.int
     reason: builtins.str
     """For `why` and history: what the proposer expects to gain."""
     @property
@@ -464,6 +465,10 @@ class Plan(google.protobuf.message.Message):
     def cores_curves(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CoresCurve]:
         """Curves of rate by cores of jobs that were measured anew, at most 1,000."""
 
+    @property
+    def remaining_times(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___JobRemainingTime]:
+        """Of running jobs, at most 10,000. Shown, not stored."""
+
     def __init__(
         self,
         *,
@@ -473,13 +478,36 @@ class Plan(google.protobuf.message.Message):
         kept_places: Global___KeptPlaces | None = ...,
         findings: collections.abc.Iterable[Global___Finding] | None = ...,
         cores_curves: collections.abc.Iterable[Global___CoresCurve] | None = ...,
+        remaining_times: collections.abc.Iterable[Global___JobRemainingTime] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["kept_places", b"kept_places", "line", b"line"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["changes", b"changes", "cores_curves", b"cores_curves", "findings", b"findings", "kept_places", b"kept_places", "line", b"line", "reason", b"reason"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["changes", b"changes", "cores_curves", b"cores_curves", "findings", b"findings", "kept_places", b"kept_places", "line", b"line", "reason", b"reason", "remaining_times", b"remaining_times"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Plan: typing_extensions.TypeAlias = Plan
+
+@typing.final
+class JobRemainingTime(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    REMAINING_TIME_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    @property
+    def remaining_time(self) -> ganger.v1.job_pb2.RemainingTime: ...
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        remaining_time: ganger.v1.job_pb2.RemainingTime | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["remaining_time", b"remaining_time"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["job", b"job", "remaining_time", b"remaining_time"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___JobRemainingTime: typing_extensions.TypeAlias = JobRemainingTime
 
 @typing.final
 class CoresCurve(google.protobuf.message.Message):

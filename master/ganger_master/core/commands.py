@@ -175,6 +175,12 @@ class ProposePlan(Struct, frozen=True, gc=False):
     findings: tuple[TrialFinding, ...] = ()
     curves: tuple[CoresCurve, ...] = ()
 
+    @property
+    def is_empty(self) -> bool:
+        """Return whether there is nothing to decide."""
+        given = self.changes or self.findings or self.curves
+        return not given and self.line is None and self.kept_places is None
+
 
 class Marks(Struct, frozen=True, gc=False, omit_defaults=True):
     """The next ids and versions of a database as recorded outside it, in the file beside it or by a daemon. A daemon

@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 from ganger_master.core.job_model import JobRecord
+from ganger_master.core.job_spec import JobSpec
 from ganger_master.estimators.convergence import LossPoint, StepsLeftEstimate, fit_convergence, steps_to_convergence
+from ganger_master.estimators.server_speed import ServerPoint, ServerSpeed, fit_server_speed
 from ganger_master.estimators.speed import AllReduceModel, StepPoint, fit_allreduce
 from ganger_master.planner.resource_trials import ProfiledResources
 from ganger_master.policies.optimus_sizes import NOTHING, OptimusEstimate, steps_left
@@ -22,6 +24,17 @@ _FIRST_PASSES: Final = 2
 _REFIT: Final = 1.2
 # Rates that differ by no more than this need no new fit.
 _ALIKE: Final = 0.05
+# Names of the role that keeps the parameters, in a job of two roles.
+_SERVERS: Final = frozenset({"ps", "server", "servers", "parameter-server", "parameter-servers"})
+
+# Tasks of a running gang by role.
+Tasks: TypeAlias = tuple[int, ...]
+
+
+def server_role(spec: JobSpec) -> int | None:
+    """Return the position of the role of parameter servers in a job that has these and workers; None for others."""
+    found = [at for at, role in enumerate(spec.roles) if role.name in _SERVERS]
+    return found[0] if len(spec.roles) == 2 and len(found) == 1 else None
 
 
 class FitCache:
@@ -30,10 +43,12 @@ class FitCache:
     def __init__(self) -> None:
         self._ends: dict[int, tuple[int, StepsLeftEstimate | None]] = {}
         self._speeds: dict[int, tuple[Mapping[int, float], AllReduceModel | None]] = {}
+        self._server_speeds: dict[int, tuple[Mapping[tuple[int, int], float], ServerSpeed | None]] = {}
 
     def forget(self, number: int) -> None:
         self._ends.pop(number, None)
         self._speeds.pop(number, None)
+        self._server_speeds.pop(number, None)
 
     def end(
         self,
@@ -59,12 +74,26 @@ class FitCache:
         """Return the model of the rate by the seconds per step with each measured number of GPUs; None without any. A
         step has the same samples at every size, divided among its GPUs."""
         known = self._speeds.get(number)
-        is_alike = known is not None and known[0].keys() == seconds.keys()
-        if known is None or not is_alike or any(abs(seconds[n] - was) > _ALIKE * was for n, was in known[0].items()):
+        if known is None or not _are_alike(known[0], seconds):
             points = [StepPoint(n, -(-n // gpus_per_node), 1.0 / n, seconds[n]) for n in sorted(seconds)]
             model = fit_allreduce(points)
             known = self._speeds[number] = dict(seconds), model
         return known[1]
+
+    def server_speed(self, number: int, rates: Mapping[tuple[int, int], float]) -> ServerSpeed | None:
+        """Return the model of the rate by the steps/s with each measured (servers, workers); None without any."""
+        known = self._server_speeds.get(number)
+        if known is None or not _are_alike(known[0], rates):
+            model = fit_server_speed([ServerPoint(p, w, rate) for (p, w), rate in sorted(rates.items())])
+            known = self._server_speeds[number] = dict(rates), model
+        return known[1]
+
+
+_Key = TypeVar("_Key")
+
+
+def _are_alike(before: Mapping[_Key, float], now: Mapping[_Key, float]) -> bool:
+    return before.keys() == now.keys() and all(abs(now[key] - was) <= _ALIKE * was for key, was in before.items())
 
 
 # Most loss points of a job. When it is reached, neighbours are averaged in pairs.
@@ -146,30 +175,49 @@ class ReportedLosses:
 
 
 def optimus_estimate(
-    job: JobRecord, losses: ReportedLosses | None, rates: Mapping[int, float], fits: FitCache, gpus_per_node: int
+    job: JobRecord,
+    losses: ReportedLosses | None,
+    rates: Mapping[int, float],
+    fits: FitCache,
+    gpus_per_node: int,
+    by_tasks: Mapping[Tasks, float] | None = None,
 ) -> OptimusEstimate:
-    """Return the estimate of a job. `rates`: in steps/s by number of GPUs. Empty without rates or reports."""
-    seconds = {gpus: 1.0 / rate for gpus, rate in rates.items() if rate > 0.0}
-    if losses is None or not seconds:
+    """Return the estimate of a job. `rates`: in steps/s by number of GPUs; `by_tasks`: by tasks of its roles, where it
+    has several. Empty without rates or reports."""
+    servers = server_role(job.spec)
+    if servers is not None:
+        found = {(tasks[servers], tasks[1 - servers]): rate for tasks, rate in (by_tasks or {}).items() if rate > 0.0}
+        speed: AllReduceModel | ServerSpeed | None = fits.server_speed(job.number, found) if found else None
+    else:
+        seconds = {gpus: 1.0 / rate for gpus, rate in rates.items() if rate > 0.0}
+        speed = fits.speed(job.number, seconds, gpus_per_node) if seconds else None
+    if losses is None or speed is None:
         return NOTHING
-    left, is_guess = _left(job, losses, fits)
-    return OptimusEstimate(left, is_guess, fits.speed(job.number, seconds, gpus_per_node))
+    return replace(_left(job, losses, fits), speed=speed)
 
 
-def _left(job: JobRecord, losses: ReportedLosses, fits: FitCache) -> tuple[float, bool]:
+def _left(job: JobRecord, losses: ReportedLosses, fits: FitCache) -> OptimusEstimate:
+    """Return the steps that a job has left, without its speed."""
     done, pass_steps = losses.step, losses.pass_steps
     if not pass_steps:
-        return max(1.0, done), True
+        return OptimusEstimate(max(1.0, done))
     end, spec = None, job.spec
     if spec.least_decrease:
         end = fits.end(
             job.number, losses.passes, lambda: losses.curve, spec.least_decrease, pass_steps, spec.converged_passes
         )
     left, is_guess = steps_left(end, done, pass_steps)
+
+    def beyond(steps: float) -> float:
+        return max(0.0, steps - done)
+
     most = losses.passes_in_all * pass_steps
     if most and (most - done <= left or not spec.least_decrease):
-        return max(1.0, most - done), False
-    return left, is_guess
+        exact = max(1.0, most - done)
+        low = exact if end is None else min(exact, beyond(end.low))
+        return OptimusEstimate(exact, is_young=False, low=low, high=exact)
+    low, high = (0.0, math.inf) if end is None else (beyond(end.low), beyond(end.high))
+    return OptimusEstimate(left, is_guess, low=low, high=min(high, most - done) if most else high)
 
 
 def _mean(points: Sequence[LossPoint]) -> LossPoint:
@@ -214,13 +262,14 @@ class Baseline:
 @dataclass(frozen=True, slots=True)
 class RunCondition:
     """Placement and cores of a running job; the default value means that it does not run. `devices`: masks by node;
-    empty for a time-sliced job, as no other job runs at the same time."""
+    empty for a time-sliced job, as no other job runs at the same time. `tasks`: by role."""
 
     epoch: int = 0
     gpus: int = 0
     millicores: int = 0
     is_time_sliced: bool = False
     devices: Mapping[str, int] = field(default_factory=dict)
+    tasks: Tasks = ()
 
 
 def with_window(by_load: RatesByLoad, load: int, rate: float) -> RatesByLoad:
@@ -265,7 +314,7 @@ class MeasuredJob:
     load: int = 0
     # The last epoch that ran, and the time from which it counts as warmed up.
     warm: tuple[int, float] = (0, 0.0)
-    is_elastic: bool = False
+    keeps_sizes: bool = False
     device_type: str = ""
     # Windows with the present run and neighbours.
     present: RateWindows = NO_WINDOWS
@@ -276,6 +325,8 @@ class MeasuredJob:
     baseline: Baseline = field(default_factory=Baseline)
     by_load: RatesByLoad = field(default_factory=dict)
     by_gpus: Mapping[int, float] = field(default_factory=dict)
+    # The same by tasks of each role, of a job of several.
+    by_tasks: Mapping[Tasks, float] = field(default_factory=dict)
     attained: AttainedTime | None = None
     losses: ReportedLosses | None = None
 
@@ -311,11 +362,13 @@ class MeasuredJob:
 
     def record_size(self, sample: ProgressSample, now: float, pace: TrialPace) -> bool:
         """Record a report with the present number of GPUs. Return whether it has filled a window."""
-        if not self.is_elastic:
+        if not self.keeps_sizes:
             return False
         before, self.sized = self.sized, self.sized.after(sample, now, pace)
         if self.sized.rates is before.rates:
             return False
         if self.sized.is_enough:
             self.by_gpus = {**self.by_gpus, self.run.gpus: self.sized.rate}
+            if len(self.run.tasks) > 1:
+                self.by_tasks = {**self.by_tasks, self.run.tasks: self.sized.rate}
         return True

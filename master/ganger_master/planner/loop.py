@@ -6,7 +6,7 @@ The loop is pure: times are arguments. Its memory saves time; all of it could be
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, assert_never
 
@@ -27,12 +27,14 @@ from ganger_master.planner.context import (
     PlanStage,
     PlanVerdict,
     ProgressReports,
+    capacity_of,
     terms_of,
 )
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import OrderStage
 from ganger_master.planner.plan import partition_bounds
 from ganger_master.planner.plan_pace import NONE_EXCLUDED, AnsweredPlan, PlanPace, RefusalBackoff, RoundPace, is_stop
+from ganger_master.planner.remaining_time import NO_FORECASTS, Calibration, RemainingTime
 from ganger_master.policies import (
     Colocate,
     Grow,
@@ -141,6 +143,7 @@ class PlannerLoop:
             if table.get(job.number) is not None:
                 rates.put(job, gang, signature, now, _device_type(change.view, gang))
             else:
+                rates.settle(job)
                 rates.forget(job.number, now)
         for number in change.forgotten:
             if table.get(number) is not None:
@@ -175,6 +178,13 @@ class PlannerLoop:
             for job, _ in self.table.running
             if tune is not None and tune.tuning.decides_cores_of(job.shape)
         }
+
+    def remaining(self, now: float) -> tuple[Sequence[RemainingTime], Calibration]:
+        """Return the remaining times of running jobs, where the policy estimates them, and how good ranges were."""
+        if self._rates is None or self._room is None:
+            return (), NO_FORECASTS
+        per_node = capacity_of(self._room.view, self.table).gpus_per_node
+        return self._rates.remaining(self.table.running, per_node, now), self._rates.calibration
 
     # -- plans ---------------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,8 @@ from ganger_master.core.gang_model import Gang, GangIntent
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import CoresCurve
 from ganger_master.estimators.cores_and_memory import CpuPoint
+from ganger_master.estimators.server_speed import ServerSpeed
+from ganger_master.estimators.speed import AllReduceModel
 from ganger_master.planner.core_profiles import CoreProfile, curves_of
 from ganger_master.planner.cores_curves import CurveNews
 from ganger_master.planner.job_measurements import (
@@ -30,9 +32,17 @@ from ganger_master.planner.job_measurements import (
     RunCondition,
     SeriesRates,
     optimus_estimate,
+    server_role,
+)
+from ganger_master.planner.remaining_time import (
+    NO_FORECASTS,
+    Calibration,
+    ForecastLedger,
+    RemainingTime,
+    remaining_time,
 )
 from ganger_master.planner.resource_trials import NO_MEMORY, MemorySample, ProfiledResources, next_trials
-from ganger_master.policies.optimus_sizes import Believed, nothing_believed
+from ganger_master.policies.optimus_sizes import Believed, OptimusEstimate, nothing_believed
 from ganger_master.policies.trials import ProgressSample, RateWindows, TrialPace
 from ganger_master.policies.tunings import NOTHING, Known
 
@@ -141,6 +151,18 @@ class JobRates:
         """Return the function that estimates the remaining steps and the speeds of jobs."""
         return nothing_believed
 
+    def remaining(self, jobs: Iterable[tuple[JobRecord, Gang]], gpus_per_node: int, now: float) -> list[RemainingTime]:
+        """Return the remaining times of running jobs, as far as they are known, and note them for their judgement."""
+        return []
+
+    @property
+    def calibration(self) -> Calibration:
+        """Return how often the truth has lain in the ranges of remaining times."""
+        return NO_FORECASTS
+
+    def settle(self, job: JobRecord) -> None:
+        """Judge the forecasts of a job that is no longer live."""
+
     def put(self, job: JobRecord, gang: Gang | None, signature: int, now: float, device_type: str = "") -> None:
         """Record a job as it is now. `signature`: of its series; `device_type`: of its devices, empty without any."""
 
@@ -171,12 +193,13 @@ class JobRates:
 
 @dataclass(frozen=True, slots=True)
 class RememberedRates:
-    """State of a `RateRegistry`: jobs by number, curves by cores by series, GPU type and phase (`series_key`), and
-    rates by series and number of GPUs, and by GPU type."""
+    """State of a `RateRegistry`: jobs by number, curves by cores by series, GPU type and phase (`series_key`), rates by
+    series and number of GPUs, and by GPU type, and the record of remaining times."""
 
     jobs: Mapping[int, MeasuredJob] = field(default_factory=dict)
     series: Mapping[str, tuple[CpuPoint, ...]] = field(default_factory=dict)
     by_series: Mapping[str, Mapping[str, SeriesRates]] = field(default_factory=dict)
+    calibration: Calibration = NO_FORECASTS
 
 
 class RateRegistry(JobRates):
@@ -193,6 +216,7 @@ class RateRegistry(JobRates):
         # Curves by cores; they are stale once a point or a job has come or gone.
         self._known, self._is_stale = NOTHING, False
         self._news = CurveNews()
+        self._ledger = ForecastLedger()
         self.weighs_sizes = False
 
     # -- reports -------------------------------------------------------------------------------------------------------
@@ -214,7 +238,7 @@ class RateRegistry(JobRates):
             self._is_stale = self._is_stale or bool(known.cores.profile.points)
             self._news.note(number)
         running = gang if _is_running(job, gang) else None
-        known.is_elastic = job.spec.is_elastic
+        known.keeps_sizes = job.spec.is_elastic or self.weighs_sizes
         limits = known.cores.memory_limits
         known.cores = known.cores.put(job, running, now, self._pace)
         self._is_stale = self._is_stale or known.cores.memory_limits != limits
@@ -284,12 +308,13 @@ class RateRegistry(JobRates):
 
     @property
     def remembered(self) -> RememberedRates:
-        return RememberedRates(self._jobs, self._series, self._rates_by_series)
+        return RememberedRates(self._jobs, self._series, self._rates_by_series, self._ledger.calibration)
 
     def recall(self, remembered: RememberedRates) -> None:
         """Continue from what an earlier registry `remembered`."""
         self._jobs, self._series = dict(remembered.jobs), dict(remembered.series)
         self._rates_by_series = dict(remembered.by_series)
+        self._ledger = ForecastLedger(remembered.calibration)
         self._used, self._is_stale = {}, True
         for number, known in self._jobs.items():
             self._occupy(number, {}, known.run.devices)
@@ -356,9 +381,35 @@ class RateRegistry(JobRates):
     def believed(self, gpus_per_node: int) -> Believed:
         per_node = max(1, gpus_per_node)
         return lambda jobs: [
-            optimus_estimate(job, self._of(job.number).losses, self.by_gpus(job.number), self._fits, per_node)
+            optimus_estimate(
+                job,
+                (known := self._of(job.number)).losses,
+                self.by_gpus(job.number),
+                self._fits,
+                per_node,
+                known.by_tasks,
+            )
             for job, _ in jobs
         ]
+
+    def remaining(self, jobs: Iterable[tuple[JobRecord, Gang]], gpus_per_node: int, now: float) -> list[RemainingTime]:
+        pairs = list(jobs) if self.weighs_sizes else []
+        found = []
+        for (job, _), estimate in zip(pairs, self.believed(gpus_per_node)(pairs), strict=True):
+            known = self._of(job.number)
+            rates = known.sized.rates
+            one = remaining_time(job.number, estimate, rates, _fitted_rate(job, estimate, known.run, gpus_per_node))
+            if one is not None and known.run.epoch:
+                self._ledger = self._ledger.noted(job, known.run.tasks or (known.run.gpus,), one, now)
+                found.append(one)
+        return found
+
+    @property
+    def calibration(self) -> Calibration:
+        return self._ledger.calibration
+
+    def settle(self, job: JobRecord) -> None:
+        self._ledger = self._ledger.settled(job)
 
     def describe_cores(self, number: int) -> str:
         """Return the measurements behind a change of a job's cores, as text; empty without measurements."""
@@ -456,6 +507,16 @@ def series_key(signature: int, device_type: str, phase: str) -> str:
     return f"{signature:016x}/{device_type.replace('/', '_')}/{phase}"
 
 
+def _fitted_rate(job: JobRecord, estimate: OptimusEstimate, run: RunCondition, gpus_per_node: int) -> float:
+    """Return the steps/s that the speed model gives for the tasks of a run; NaN without one."""
+    servers, speed = server_role(job.spec), estimate.speed
+    if isinstance(speed, ServerSpeed) and servers is not None and len(run.tasks) == 2:
+        return speed.steps_per_second(run.tasks[servers], run.tasks[1 - servers])
+    if isinstance(speed, AllReduceModel) and run.gpus:
+        return 1.0 / speed.step_s(run.gpus, -(-run.gpus // max(1, gpus_per_node)), 1.0 / run.gpus)
+    return math.nan
+
+
 def _is_running(job: JobRecord, gang: Gang | None) -> bool:
     holds = gang is not None and job.state is JobState.HOLDING and gang.intent is GangIntent.RUN
     return holds and bool(job.running_since)
@@ -468,7 +529,8 @@ def _run_of(gang: Gang) -> RunCondition:
             if claim.device_mask:
                 devices[claim.node] = devices.get(claim.node, 0) | claim.device_mask
     millicores = sum([sum(claim.millicores) for claim in gang.claims])
-    return RunCondition(gang.epoch, gang.devices, millicores, bool(gang.node_set), devices)
+    tasks = tuple(map(sum, zip(*[claim.tasks for claim in gang.claims], strict=False)))
+    return RunCondition(gang.epoch, gang.devices, millicores, bool(gang.node_set), devices, tasks)
 
 
 def _footprint(run: RunCondition) -> tuple[int, int] | None:

@@ -14,6 +14,7 @@ from ganger_master.core.elastic import devices_of
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import Goal, Purpose, ResizeChange
+from ganger_master.estimators.speed import AllReduceModel
 from ganger_master.planner.context import PlanContext
 from ganger_master.planner.in_place_resize import can_change, sizes_of
 from ganger_master.planner.job_table import LiveTable
@@ -131,7 +132,7 @@ class SizeRequests:
         job, before, gpus = self.jobs[at], int(self.facts.gpus[at]), devices_of(claims)
         belief = self.beliefs[at]
         text = f"from {counted(before, 'GPU')} to {gpus}"
-        if belief.speed is not None:
+        if isinstance(belief.speed, AllReduceModel):
             speed = allreduce_speeds([belief.speed], np.ones(1), self.gpus_per_node)
             now, then = speed(np.zeros(2, np.int64), np.array([[before], [gpus]])).tolist()
             foreseen = "guessed" if belief.is_young else "foreseen"
@@ -187,12 +188,16 @@ class SizeRequests:
 
     def _speeds(self, line: Integers, gpus_per_node: int) -> tuple[Callable[[Integers, Integers], Floats], Floats]:
         """Return steps per second by position in the line and tasks, and the steps left; NaN without an estimate."""
-        known = [(place, self.beliefs[at]) for place, at in enumerate(line.tolist()) if self.beliefs[at].speed]
+        known = [
+            (place, self.beliefs[at])
+            for place, at in enumerate(line.tolist())
+            if isinstance(self.beliefs[at].speed, AllReduceModel)
+        ]
         left = np.full(len(line), np.nan)
         row = np.zeros(len(line), np.int64)
         for index, (place, belief) in enumerate(known):
             left[place], row[place] = belief.steps_left, index
-        models = [belief.speed for _, belief in known if belief.speed is not None]
+        models = [belief.speed for _, belief in known if isinstance(belief.speed, AllReduceModel)]
         of_gpus = allreduce_speeds(models, np.ones(len(models)), gpus_per_node)
         each = self.each[line]
 

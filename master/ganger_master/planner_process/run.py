@@ -38,7 +38,7 @@ from ganger_master.planner.memory import PlannerMemory
 from ganger_master.planner.rate_registry import ProgressReport, RateRegistry
 from ganger_master.planner.resource_trials import MemorySample
 from ganger_master.planner_process.planner_files import Note, PlanRecorder
-from ganger_master.policies import Policy, live_policy_named
+from ganger_master.policies import Policy, ResizeByOptimus, live_policy_named
 from ganger_master.policies.trials import TrialPace
 from ganger_master.rpc.node_selection_messages import reservation_from_wire
 from ganger_master.rpc.planner_messages import (
@@ -48,6 +48,7 @@ from ganger_master.rpc.planner_messages import (
     kept_place_to_wire,
     limits_from_wire,
     live_job_from_wire,
+    remaining_times_to_wire,
     teams_from_wire,
     use_from_wire,
 )
@@ -66,6 +67,8 @@ _REACH_S: Final = 10.0
 _OFFERED_S: Final = 0.5
 # Passes that fail in a row before the planner ends, and another one begins without its note.
 _FAILED_MOST: Final = 3
+# Seconds between two reports of remaining times.
+_REPORT_S: Final = 3.0
 # Longest sleep, because clocks may be set.
 _LONGEST_SLEEP_S: Final = 60.0
 # Seconds between notes of measurements; decisions are noted at once. `_NOTE_REST`: notes take a fiftieth of a core.
@@ -176,6 +179,7 @@ class Planner:
                     self._plan_for_ever(scheduling),
                     self._measure_for_ever(scheduling),
                     self._note_for_ever(),
+                    self._report_for_ever(scheduling),
                 ]
             )
 
@@ -320,6 +324,19 @@ class Planner:
                 f"under the master's policy {self._mirror.policy} no planner ranks jobs: start it with --policy {name}"
             )
         return policy
+
+    async def _report_for_ever(self, scheduling: Any) -> None:
+        """Send the remaining times of running jobs, for people."""
+        loop = await self._known_loop()
+        if not loop.policy.has(ResizeByOptimus):
+            await asyncio.Future()
+        while True:
+            await asyncio.sleep(_REPORT_S)
+            now = self._mirror.now
+            found, calibration = loop.remaining(now)
+            if found:
+                remaining_times = remaining_times_to_wire(found, calibration, now)
+                await scheduling.ProposePlan(scheduling_pb2.Plan(remaining_times=remaining_times))
 
     # -- notes ---------------------------------------------------------------------------------------------------------
 

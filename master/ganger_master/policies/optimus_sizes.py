@@ -284,11 +284,14 @@ UNKNOWN_EPOCHS = 20.0
 
 @dataclass(frozen=True, slots=True)
 class OptimusEstimate:
-    """The estimate of a job. `steps_left`: NaN if its speed is unknown; `is_young`: it is not predicted well."""
+    """The estimate of a job. `steps_left`: NaN if its speed is unknown, with its range; `is_young`: it is not predicted
+    well. `speed`: by GPUs, or by servers and workers."""
 
     steps_left: float = math.nan
     is_young: bool = True
-    speed: AllReduceModel | None = None
+    speed: AllReduceModel | ServerSpeed | None = None
+    low: float = 0.0
+    high: float = math.inf
 
 
 NOTHING = OptimusEstimate()

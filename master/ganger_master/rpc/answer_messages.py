@@ -319,7 +319,7 @@ class VisibleState:
         state, committed = self._writer.state, self._writer.committed
         reported = reported_blockers(state, job, self._writer.now(), has_planner=committed.has_planner)
         gang = committed.gangs.get(job.epoch)
-        return job_messages.job_to_wire(
+        message = job_messages.job_to_wire(
             job,
             gang,
             committed.gangs.get(job.next_epoch),
@@ -331,6 +331,10 @@ class VisibleState:
             has_turn=self._has_turn(gang),
             with_environment=with_environment,
         )
+        remaining = self._progress.remaining.get(number)
+        if remaining is not None and job.running_since:
+            message.remaining_time.CopyFrom(remaining)
+        return message
 
     def _has_turn(self, gang: Gang | None) -> bool | None:
         node_set = None if gang is None else self._writer.committed.sets.get(gang.node_set)

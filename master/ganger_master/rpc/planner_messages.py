@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias, TypedDict, assert_never
 
 from ganger.cluster.resources import LocalityLevel, Role
 from ganger.job_state import JobState
-from ganger.v1 import job_service_pb2, scheduling_pb2, usage_pb2
+from ganger.v1 import job_pb2, job_service_pb2, scheduling_pb2, usage_pb2
 from ganger.wire import errors, times
 from ganger.wire import resource_messages as convert
 from ganger.wire import resource_names as names
@@ -43,6 +43,7 @@ from ganger_master.core.plan_changes import (
     TrialFinding,
 )
 from ganger_master.core.tenancy import NO_TERMS, PRIORITY_LIMIT, PartitionTerms, Team
+from ganger_master.planner.remaining_time import Calibration, RemainingTime
 from ganger_master.rpc import job_messages
 from ganger_master.rpc.job_messages import plain
 
@@ -223,6 +224,8 @@ def _intent_from_wire(message: scheduling_pb2.LiveGang) -> GangIntent:
 _ROWS_MOST: Final = 1_000
 # Of what a plan, or a change, is said to be for.
 REASON_MOST: Final = 1_000
+# A remaining time beyond is not shown as one.
+_LONGEST_S: Final = 10.0 * 365 * 86_400
 # Of what people are told of a change.
 _DETAIL_MOST: Final = 500
 # Of a policy's name, which is shown to people.
@@ -275,6 +278,36 @@ def plan_from_wire(message: scheduling_pb2.Plan) -> commands.ProposePlan:
         findings=tuple([_finding_from_wire(one) for one in message.findings]),
         curves=tuple([_curve_from_wire(one) for one in message.cores_curves]),
     )
+
+
+def remaining_times_to_wire(
+    found: Sequence[RemainingTime], calibration: Calibration, now: float
+) -> list[scheduling_pb2.JobRemainingTime]:
+    """Return the messages of remaining times, as of `now` in Unix seconds."""
+    return [
+        scheduling_pb2.JobRemainingTime(
+            job=names.job_name(one.number),
+            remaining_time=job_pb2.RemainingTime(
+                expected=times.duration(min(one.value_s, _LONGEST_S)),
+                low=times.duration(min(one.low_s, _LONGEST_S)),
+                high=times.duration(one.high_s) if one.high_s < _LONGEST_S else None,
+                is_guess=one.is_guess,
+                time=times.timestamp(now),
+                judged_ranges=calibration.judged,
+                held_ranges=calibration.held,
+            ),
+        )
+        for one in found[: commands.LINE_LIMIT]
+    ]
+
+
+def remaining_times_from_wire(
+    messages: Sequence[scheduling_pb2.JobRemainingTime],
+) -> dict[int, job_pb2.RemainingTime]:
+    """Return remaining times by job number. Raises PlanInvalid and RequestInvalid."""
+    if len(messages) > commands.LINE_LIMIT:
+        raise errors.PlanInvalid(f"a plan has at most {commands.LINE_LIMIT} remaining times, this one {len(messages)}")
+    return {names.parse_job_name(one.job): one.remaining_time for one in messages}
 
 
 def change_to_wire(change: PlanChange, reason: str = "") -> scheduling_pb2.Change:

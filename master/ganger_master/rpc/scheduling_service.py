@@ -45,6 +45,7 @@ from ganger_master.rpc.planner_messages import (
     limits_to_wire,
     live_job_to_wire,
     plan_from_wire,
+    remaining_times_from_wire,
     teams_to_wire,
     use_to_wire,
 )
@@ -281,6 +282,10 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
         if caller.has_own_jobs_only:
             self._check_plan(caller, command)
             command = replace(command, proposer=f"user:{caller.name}")
+        elif request.remaining_times:
+            self._progress.remaining = remaining_times_from_wire(request.remaining_times)
+            if command.is_empty:
+                return scheduling_pb2.PlanVerdict(view_version=self._writer.committed.view_version)
         async with self._limits.change(caller, len(command.changes)):
             answer = expect(await self._writer.submit(command), PlanAnswer)
         return scheduling_pb2.PlanVerdict(

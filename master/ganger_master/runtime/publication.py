@@ -20,6 +20,7 @@ from typing import Any, Final, TypeAlias
 
 from ganger.cluster.resources import ConfigurationSet, NodeRow
 from ganger.cluster.view import LoadMode
+from ganger.v1 import job_pb2
 from msgspec.structs import replace
 
 from ganger_master.core.accounting import UserUsage
@@ -380,6 +381,8 @@ class ProgressBoard:
         self._samples: dict[int, Sample] = {}
         # By job and node: time of the report, and its text.
         self._concerns: dict[int, dict[str, tuple[float, str]]] = {}
+        # Of running jobs, as their planner sent them last.
+        self.remaining: Mapping[int, job_pb2.RemainingTime] = {}
 
     def report(self, job: int, sample: Sample, node: str = "") -> None:
         """Record a sample. `node`: the node of the reporting daemon, which reports for its own ranks."""
