@@ -297,7 +297,7 @@ def _submit(cluster: BenchCluster, job: OptimusJob, *, is_elastic: bool) -> str:
         "notes": str(cluster.directory / f"{job.name}.notes"),
     }  # fmt: skip
     (cluster.directory / f"{job.name}.json").write_text(json.dumps(plan))
-    one = {"cpus": 1, "memory": "300M"}
+    one = {"cpus": 1, "memory": "400M"}
     described: dict[str, Any] = {"name": job.name, "distributed": True, "gpu_memory": "64M"}
     described["command"] = [sys.executable, str(cluster.directory / "train.py"), f"{job.name}.json"]
     if job.servers:
@@ -306,7 +306,7 @@ def _submit(cluster: BenchCluster, job: OptimusJob, *, is_elastic: bool) -> str:
             {"name": "worker", "tasks": "1:4" if is_elastic else job.asked, "gpus": 1, **one},
         ]
     else:
-        described |= {"gpus": "1:4" if is_elastic else job.asked, "cpus_per_gpu": 1, "memory": "300M"}
+        described |= {"gpus": "1:4" if is_elastic else job.asked, "cpus_per_gpu": 1, "memory": "400M"}
     path = cluster.directory / f"{job.name}.yaml"
     path.write_text(yaml.safe_dump(described))
     converges = ("--converges", f"{job.converges}") if job.converges else ()

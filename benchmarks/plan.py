@@ -94,7 +94,7 @@ def optimus_pass(view: View, shapes: Sequence[GangShape], facts: Facts) -> tuple
     cores = sum([sum(free) for free in view.millicores]) / 1000
     capacity = Capacity(gpus, cores, float(sum(view.memory)), _GPUS_PER_NODE)
     settings = PlannerSettings(capacity=capacity, resize_s=13.0)
-    rates = SimpleNamespace(believed=lambda gpus_per_node: believed)
+    rates = SimpleNamespace(believed=lambda gpus_per_node: believed, resize_s=None)
     wall, cpu = time.perf_counter(), time.process_time()
     found = plan_optimus(
         context_of(policy, table, CapacityIndex(view.copy()), 1e6, settings=settings, order=policy.order, rates=rates)

@@ -192,7 +192,7 @@ def test_what_is_undone_half_way_leaves_the_rest(servers: list[tuple[int, int, b
 
 def test_an_elastic_gang_fits_with_fewer_devices_where_the_counts_have_too_few() -> None:
     room, job = CapacityIndex(view_of([(4, 0b0111, True)])), job_of(1, 4, 1.0, True, False)
-    policy = replaced(FIFO, placement=_yielding(BY_COUNTS, {job.shape: 2}))
+    policy = replaced(FIFO, placement=_yielding(BY_COUNTS, {job.shape: (2,)}))
     fitting = GangFitting(context_of(policy, LiveTable(learns=False), room, NOW))
     (claim,) = fitting._hold(job, frozenset(), set()) or ()
     assert claim.device_mask == 0b0111
@@ -202,5 +202,5 @@ def test_an_elastic_gang_of_several_device_types_fits_with_fewer_devices() -> No
     room, job = CapacityIndex(view_of([(4, 0b0111, True)])), job_of(1, 4, 1.0, True, False)
     (kind,) = {made.device_type for made in room.view.sets.values()}
     shape = replace(job.shape, device_type=f"newest,{kind}")
-    (claim,) = _yielding(BY_COUNTS, {shape: 2}).place(room, PlacementRequest(shape)) or ()
+    (claim,) = _yielding(BY_COUNTS, {shape: (2,)}).place(room, PlacementRequest(shape)) or ()
     assert claim.device_mask == 0b0111

@@ -65,7 +65,7 @@ class Weighed(World):
                 self.now,
                 settings=PlannerSettings(resize_s=0.0),
                 order=POLICY.order,
-                rates=SimpleNamespace(believed=lambda gpus_per_node: self.believed),
+                rates=SimpleNamespace(believed=lambda gpus_per_node: self.believed, resize_s=None),
                 may_preempt=may_stop,
                 excluded=kept_out,
                 resizing=self.resizing,

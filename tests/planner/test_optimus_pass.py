@@ -65,7 +65,7 @@ class Grown(Drive):
                     self.now,
                     settings=PlannerSettings(resize_s=resize_s),
                     order=POLICY.order,
-                    rates=SimpleNamespace(believed=lambda gpus_per_node: self.believed),
+                    rates=SimpleNamespace(believed=lambda gpus_per_node: self.believed, resize_s=None),
                     may_preempt=may_stop,
                 )
             )

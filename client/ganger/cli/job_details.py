@@ -43,7 +43,6 @@ def pairs(job: Job) -> list[tuple[str, str]]:
         can = [f"offload ({job.capabilities.offload_by})" if level == "offload" else level for level in can]
     offers = {"TURNS": "time slices"}
     missing = [f"not {offers.get(name, name.lower())}: {why}" for name, why in sorted(job.capabilities.missing.items())]
-    evaluation = f"{counted(job.progress.evaluation.batches_in_row, 'mini-batch')} since the last step"
     saved = f"step {job.checkpoint.step}, {format_memory(job.checkpoint.size_bytes)}, {job.checkpoint.path}"
     if job.checkpoint.nodes:
         saved += f" on the disk of {' and '.join(map(number, job.checkpoint.nodes))}"
@@ -75,7 +74,7 @@ def pairs(job: Job) -> list[tuple[str, str]]:
         ("stopped at", f"step {gang.stop_step}" if gang.stop_step else ""),
         ("progress", job_table.progress_column(job)),
         ("remaining", _remaining(job)),
-        ("evaluates", evaluation if job.progress.HasField("evaluation") else ""),
+        ("evaluates", _evaluates(job.progress)),
         ("reported", _reported(job)),
         ("stop rule", job_table.unjudged(job)),
         ("waits for data", f"{job.progress.data_wait_share:.0%}" if job.progress.data_wait_share else ""),
@@ -107,6 +106,12 @@ def memory_text(progress: Progress) -> str:
         return f"{text}; whether its page cache is too small is not measured"
     again = f"{format_memory(int(progress.refault_bytes_per_s))}/s of files read again"
     return f"{text}; {again}, which the page cache had no room for"
+
+
+def _evaluates(progress: Progress) -> str:
+    if not progress.HasField("evaluation"):
+        return ""
+    return f"{counted(progress.evaluation.batches_in_row, 'mini-batch')} since the last step"
 
 
 def _remaining(job: Job) -> str:

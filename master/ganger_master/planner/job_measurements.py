@@ -188,12 +188,14 @@ def optimus_estimate(
     if servers is not None:
         found = {(tasks[servers], tasks[1 - servers]): rate for tasks, rate in (by_tasks or {}).items() if rate > 0.0}
         speed: AllReduceModel | ServerSpeed | None = fits.server_speed(job.number, found) if found else None
+        tried = tuple([(workers, count) for count, workers in found])
     else:
         seconds = {gpus: 1.0 / rate for gpus, rate in rates.items() if rate > 0.0}
         speed = fits.speed(job.number, seconds, gpus_per_node) if seconds else None
+        tried = tuple([(gpus, 0) for gpus in seconds])
     if losses is None or speed is None:
         return NOTHING
-    return replace(_left(job, losses, fits), speed=speed)
+    return replace(_left(job, losses, fits), speed=speed, tried=tried)
 
 
 def _left(job: JobRecord, losses: ReportedLosses, fits: FitCache) -> OptimusEstimate:
@@ -316,6 +318,8 @@ class MeasuredJob:
     warm: tuple[int, float] = (0, 0.0)
     keeps_sizes: bool = False
     device_type: str = ""
+    # Of the run before, since it stopped: its GPUs and tasks, and when that was.
+    stopped: tuple[int, Tasks, float] | None = None
     # Windows with the present run and neighbours.
     present: RateWindows = NO_WINDOWS
     # Windows under the present load.

@@ -29,7 +29,7 @@ from ganger_master.planner.gang_fitting import ChosenJobs
 from ganger_master.planner.in_place_resize import Resizing, can_change, claims_of, given_back, part_of, taken_beside
 from ganger_master.planner.migration_plans import move_costs
 from ganger_master.planner.plan import carried_out
-from ganger_master.planner.size_requests import SizeRequests, without_growth
+from ganger_master.planner.size_requests import SizeRequests, TaskSizes, without_growth
 from ganger_master.policies.orders import Capacity, Flags, Integers, guarded, ranked
 from ganger_master.policies.placements import PlacementPreference
 
@@ -54,13 +54,17 @@ def plan_optimus(context: PlanContext) -> PlanDraft:
         return PlanDraft(next_change_s=now if wanting.may_change_later else math.inf, resizing=resizing)
     room.follow()
     costs = move_costs([(job, gang) for job, gang in zip(jobs, gangs, strict=True) if gang is not None])
+    measured_s = None if context.rates is None else context.rates.resize_s
+    restart_s = context.settings.resize_s if measured_s is None else measured_s
     takes_s = [
-        costs.pause_s(job, gang) if gang is not None and can_change(job, gang) else context.settings.resize_s
+        costs.pause_s(job, gang) if gang is not None and can_change(job, gang) else restart_s
         for job, gang in zip(jobs, gangs, strict=True)
     ]
+    is_calm = may_preempt and not (wanting.waiting.any() or wanting.going.any() or resizing.wanted)
+    wanting = wanting.with_trials(np.array(takes_s), context.free_devices if is_calm else None)
     sizes = wanting.sizes(capacity, np.array(takes_s))
-    gpus = _within_reach(wanting, sizes, context)
-    found, vain = _Sizing(context, capacity, rows, line, wanting, gpus).plan()
+    sizes = _within_reach(wanting, sizes, context)
+    found, vain = _Sizing(context, capacity, rows, line, wanting, sizes).plan()
     if vain and not may_preempt:
         # Growth that no returned devices will allow does not hold up new jobs.
         return plan_optimus(replace_of(context, resizing=resizing.without(vain)))
@@ -69,7 +73,7 @@ def plan_optimus(context: PlanContext) -> PlanDraft:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Sizing:
-    """The changes that lead to decided sizes. By position: `rows`, and the decided `gpus`, as in `wanting`. `line`:
+    """The changes that lead to decided sizes. By position: `rows`, and the decided `sizes`, as in `wanting`. `line`:
     positions of all jobs, first job first. `capacity`: with each shared device once for every job on it."""
 
     context: PlanContext
@@ -77,14 +81,18 @@ class _Sizing:
     rows: Integers
     line: Integers
     wanting: SizeRequests
-    gpus: Integers
+    sizes: TaskSizes
+
+    @property
+    def gpus(self) -> Integers:
+        """The decided numbers of GPUs."""
+        return self.sizes.gpus
 
     def plan(self) -> tuple[PlanDraft, list[int]]:
         """Return the plan, and the numbers of jobs that no returned devices will let grow."""
         context, wanting, gpus = self.context, self.wanting, self.gpus
         jobs, facts = wanting.jobs, wanting.facts
-        running = facts.is_running & ~wanting.changing
-        resized = np.flatnonzero(running & (gpus > 0) & (gpus != facts.gpus)).tolist()
+        resized = np.flatnonzero(wanting.changed(self.sizes) & ~wanting.changing).tolist()
         in_place = [at for at in resized if wanting.in_place(at)]
         stopped = [at for at in resized if wanting.elastic[at] and not wanting.in_place(at)]
         shrunk, given = self._shrunk([at for at in in_place if gpus[at] < facts.gpus[at]])
@@ -130,12 +138,15 @@ class _Sizing:
         jobs, terms = wanting.jobs, context.terms
         waiting = np.flatnonzero(wanting.waiting & wanting.elastic).tolist()
         shapes = {
-            jobs[at].number: replace_of(wanting.shape(at, int(gpus[at])), residents=terms.shape(jobs[at]).residents)
+            jobs[at].number: replace_of(
+                wanting.shape(at, int(gpus[at]), int(self.sizes.servers[at])),
+                residents=terms.shape(jobs[at]).residents,
+            )
             for at in waiting
         }
         starting = wanting.waiting & (gpus > 0)
         in_line = wanting.line[starting[wanting.line]]
-        least = {shapes[jobs[at].number]: int(wanting.least[at]) for at in in_line.tolist() if wanting.elastic[at]}
+        least = {shapes[jobs[at].number]: wanting.floor(at) for at in in_line.tolist() if wanting.elastic[at]}
         placed = partial(
             carried_out,
             self._choice(in_place, stopped),
@@ -152,7 +163,14 @@ class _Sizing:
         if found.waits and any(change.number in have_run for change in found.changes):
             # Room is made in order of arrival: a preempted job must not start there only because it is smaller.
             found = placed(placing=in_line)
-        return found
+        served = {jobs[at].number: at for at in stopped if wanting.server_roles[at] >= 0}
+        changes = [
+            wanting.stop(served[one.number], self.sizes)
+            if isinstance(one, SuspendChange) and one.number in served
+            else one
+            for one in found.changes
+        ]
+        return replace(found, changes=tuple(changes))
 
     def _choice(self, in_place: Sequence[int], stopped: Sequence[int]) -> ChosenJobs:
         wanting, facts = self.wanting, self.wanting.facts
@@ -197,25 +215,30 @@ def _grown(
     return found
 
 
-def _within_reach(wanting: SizeRequests, gpus: Integers, context: PlanContext) -> Integers:
+def _within_reach(wanting: SizeRequests, sizes: TaskSizes, context: PlanContext) -> TaskSizes:
     """Return the sizes without growth that would fail, since no place is large enough even after all other resizes.
     Else a job that gets less than decided would be resized every time."""
     while True:
         before = wanting.before
-        resized = wanting.elastic & (before > 0) & (gpus > 0) & (gpus != before)
-        if not (resized & (gpus > before)).any():
-            return gpus
-        decided = _as_far_as_it_goes(wanting, gpus, resized, context)
-        if (decided == gpus).all():
-            return gpus
-        gpus = without_growth(gpus, decided, before)
+        resized = wanting.elastic & wanting.changed(sizes)
+        if not (resized & ((sizes.gpus > before) | (wanting.server_roles >= 0))).any():
+            return sizes
+        decided, kept = _as_far_as_it_goes(wanting, sizes, resized, context)
+        if (decided == sizes.gpus).all() and not (kept & wanting.changed(sizes)).any():
+            return sizes
+        gpus = without_growth(sizes.gpus, decided, before)
+        servers = np.where(kept | (gpus == before) & (gpus != sizes.gpus), wanting.present, sizes.servers)
+        sizes = TaskSizes(gpus, servers)
 
 
-def _as_far_as_it_goes(wanting: SizeRequests, gpus: Integers, resized: Flags, context: PlanContext) -> Integers:
-    """Return the sizes, with growth limited to what fits once all other jobs have returned their devices."""
-    before, placement, room = wanting.before, context.policy.placement, context.room
+def _as_far_as_it_goes(
+    wanting: SizeRequests, sizes: TaskSizes, resized: Flags, context: PlanContext
+) -> tuple[Integers, Flags]:
+    """Return the numbers of GPUs, with growth limited to what fits once all other jobs have returned their devices, and
+    which jobs find no place with other tasks and keep those that they have."""
+    gpus, before, placement, room = sizes.gpus, wanting.before, context.policy.placement, context.room
     in_place = np.array([wanting.in_place(at) for at in range(len(before))], bool)
-    decided = gpus.copy()
+    decided, kept = gpus.copy(), np.zeros(len(gpus), bool)
     trial = CapacityIndex(room.view.copy())
     for at in np.flatnonzero((resized & ~in_place) | wanting.going).tolist():
         trial.give(_held(wanting.gangs[at]))
@@ -228,11 +251,14 @@ def _as_far_as_it_goes(wanting: SizeRequests, gpus: Integers, resized: Flags, co
             trial.give(_held(part_of(gang, given_back(gang, claims))))
     starting = np.flatnonzero((resized & ~in_place) | (wanting.waiting & (gpus > 0)))
     for at in starting[np.lexsort((starting, gpus[starting]))].tolist():
-        shape = wanting.shape(at, int(gpus[at]))
-        yields = _yielding(placement, {shape: int(wanting.least[at])} if wanting.elastic[at] else {})
+        shape = wanting.shape(at, int(gpus[at]), int(sizes.servers[at]))
+        is_served = bool(wanting.server_roles[at] >= 0)
+        yields = _yielding(placement, {shape: wanting.floor(at)} if wanting.elastic[at] and not is_served else {})
         claims = yields.place(trial, PlacementRequest(shape)) or ()
         trial.take(claims)
-        if before[at] and devices_of(claims) <= before[at] < gpus[at]:
+        if is_served and before[at] and not claims:
+            decided[at], kept[at] = before[at], True
+        elif before[at] and devices_of(claims) <= before[at] < gpus[at]:
             decided[at] = before[at]
     growing = np.flatnonzero(resized & in_place & (gpus > before))
     for at in growing[np.lexsort((growing, gpus[growing]))].tolist():
@@ -246,15 +272,16 @@ def _as_far_as_it_goes(wanting: SizeRequests, gpus: Integers, resized: Flags, co
                 trial.take(taken_beside(gang, claims))
                 decided[at] = size
                 break
-    return decided
+    return decided, kept
 
 
 def _held(gang: Gang | None) -> Claims:
     return () if gang is None else held_of(gang)
 
 
-def _yielding(placement: PlacementPreference, least: Mapping[GangShape, int]) -> PlacementPreference:
-    """Return the placement with fewer tasks for an elastic gang that does not fit, but at least `least`."""
+def _yielding(placement: PlacementPreference, least: Mapping[GangShape, Sequence[int]]) -> PlacementPreference:
+    """Return the placement with fewer tasks for an elastic gang that does not fit, but at least `least` of each role;
+    of several roles the least."""
 
     # A gang that accepts several device types is searched for with one after the other.
     least = {one: tasks for shape, tasks in least.items() for one in shapes_by_type(shape)}
@@ -263,8 +290,14 @@ def _yielding(placement: PlacementPreference, least: Mapping[GangShape, int]) ->
         found = next(placement.search(room, query, widest), None)
         if found is not None or query.shape not in least:
             return iter(() if found is None else (found,))
+        floor = least[query.shape]
+        if len(floor) > 1:
+            roles = [replace_of(role, tasks=tasks) for role, tasks in zip(query.shape.roles, floor, strict=True)]
+            smallest = replace_of(query.shape, roles=tuple(roles))
+            found = next(placement.search(room, room.query(smallest), widest), None)
+            return iter(() if found is None else (found,))
         # Where a gang fits, one with fewer tasks does.
-        fits, too_many = least[query.shape] - 1, query.tasks
+        fits, too_many = floor[0] - 1, query.tasks
         while fits + 1 < too_many:
             tasks = (fits + too_many) // 2
             shape = replace_of(query.shape, roles=(replace_of(query.shape.roles[0], tasks=tasks),))

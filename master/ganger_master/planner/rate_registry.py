@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
+from functools import partial
+from statistics import fmean, median
 from typing import Final
 
 from ganger.cluster.view import View
@@ -19,8 +20,6 @@ from ganger_master.core.gang_model import Gang, GangIntent
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import CoresCurve
 from ganger_master.estimators.cores_and_memory import CpuPoint
-from ganger_master.estimators.server_speed import ServerSpeed
-from ganger_master.estimators.speed import AllReduceModel
 from ganger_master.planner.core_profiles import CoreProfile, curves_of
 from ganger_master.planner.cores_curves import CurveNews
 from ganger_master.planner.job_measurements import (
@@ -32,13 +31,13 @@ from ganger_master.planner.job_measurements import (
     RunCondition,
     SeriesRates,
     optimus_estimate,
-    server_role,
 )
 from ganger_master.planner.remaining_time import (
     NO_FORECASTS,
     Calibration,
     ForecastLedger,
     RemainingTime,
+    fitted_rate,
     remaining_time,
 )
 from ganger_master.planner.resource_trials import NO_MEMORY, MemorySample, ProfiledResources, next_trials
@@ -48,6 +47,9 @@ from ganger_master.policies.tunings import NOTHING, Known
 
 # Series whose curves by cores are kept, the most recently measured ones.
 _MOST_SERIES: Final = 4096
+# Resizes by checkpoint whose pauses are kept, and the longest; a job that waits longer waits for room.
+_MOST_PAUSES: Final = 16
+_LONGEST_PAUSE_S: Final = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +162,11 @@ class JobRates:
         """Return how often the truth has lain in the ranges of remaining times."""
         return NO_FORECASTS
 
+    @property
+    def resize_s(self) -> float | None:
+        """Return the seconds that jobs lately stood still for another size by checkpoint; None: none was measured."""
+        return None
+
     def settle(self, job: JobRecord) -> None:
         """Judge the forecasts of a job that is no longer live."""
 
@@ -212,11 +219,14 @@ class RateRegistry(JobRates):
         self._rates_by_series: dict[str, Mapping[str, SeriesRates]] = {}
         # Masks of the devices in use, by node and job.
         self._used: dict[str, dict[int, int]] = {}
-        self._fits = FitCache()
+        # Fits that plans rest on are not made earlier for what is only shown: a recording repeats them.
+        self._fits, self._shown_fits = FitCache(), FitCache()
         # Curves by cores; they are stale once a point or a job has come or gone.
         self._known, self._is_stale = NOTHING, False
         self._news = CurveNews()
         self._ledger = ForecastLedger()
+        # Of the newest resizes by checkpoint, in seconds.
+        self._pauses: tuple[float, ...] = ()
         self.weighs_sizes = False
 
     # -- reports -------------------------------------------------------------------------------------------------------
@@ -252,6 +262,7 @@ class RateRegistry(JobRates):
             return
         self._is_stale = True
         self._fits.forget(number)
+        self._shown_fits.forget(number)
         self._occupy(number, known.run.devices, {})
         del self._jobs[number]
         self._update(self._on(known.run.devices), now)
@@ -379,34 +390,36 @@ class RateRegistry(JobRates):
         return {number: job.attained.received_s for number, job in self._jobs.items() if job.attained is not None}
 
     def believed(self, gpus_per_node: int) -> Believed:
-        per_node = max(1, gpus_per_node)
-        return lambda jobs: [
-            optimus_estimate(
-                job,
-                (known := self._of(job.number)).losses,
-                self.by_gpus(job.number),
-                self._fits,
-                per_node,
-                known.by_tasks,
-            )
-            for job, _ in jobs
-        ]
+        return partial(self._believed, self._fits, max(1, gpus_per_node))
+
+    def _believed(
+        self, fits: FitCache, per_node: int, jobs: Sequence[tuple[JobRecord, Gang | None]]
+    ) -> list[OptimusEstimate]:
+        found = []
+        for job, _ in jobs:
+            known, by_gpus = self._of(job.number), self.by_gpus(job.number)
+            found.append(optimus_estimate(job, known.losses, by_gpus, fits, per_node, known.by_tasks))
+        return found
 
     def remaining(self, jobs: Iterable[tuple[JobRecord, Gang]], gpus_per_node: int, now: float) -> list[RemainingTime]:
-        pairs = list(jobs) if self.weighs_sizes else []
+        pairs, per_node = list(jobs) if self.weighs_sizes else [], max(1, gpus_per_node)
         found = []
-        for (job, _), estimate in zip(pairs, self.believed(gpus_per_node)(pairs), strict=True):
-            known = self._of(job.number)
-            rates = known.sized.rates
-            one = remaining_time(job.number, estimate, rates, _fitted_rate(job, estimate, known.run, gpus_per_node))
-            if one is not None and known.run.epoch:
-                self._ledger = self._ledger.noted(job, known.run.tasks or (known.run.gpus,), one, now)
+        for (job, _), estimate in zip(pairs, self._believed(self._shown_fits, per_node, pairs), strict=True):
+            run = self._of(job.number).run
+            fitted = fitted_rate(job, estimate, run, per_node)
+            one = remaining_time(job.number, estimate, self.of_size(job.number), fitted)
+            if one is not None and run.epoch:
+                self._ledger = self._ledger.noted(job, run.tasks or (run.gpus,), one, now)
                 found.append(one)
         return found
 
     @property
     def calibration(self) -> Calibration:
         return self._ledger.calibration
+
+    @property
+    def resize_s(self) -> float | None:
+        return median(self._pauses) if self._pauses else None
 
     def settle(self, job: JobRecord) -> None:
         self._ledger = self._ledger.settled(job)
@@ -419,6 +432,13 @@ class RateRegistry(JobRates):
 
     def _change(self, number: int, known: MeasuredJob, run: RunCondition, begins_s: float, now: float) -> None:
         old, known.run = known.run, run
+        if old.epoch and not run.epoch:
+            known.stopped = old.gpus, old.tasks, now
+        elif run.epoch and known.stopped is not None:
+            *size, since_s = known.stopped
+            if size != [run.gpus, run.tasks] and begins_s - since_s < _LONGEST_PAUSE_S:
+                self._pauses = (*self._pauses, begins_s - since_s)[-_MOST_PAUSES:]
+            known.stopped = None
         if run.epoch not in (0, known.warm[0]):
             # A job that was parked in memory resumes in the same epoch and need not warm up again.
             known.warm = run.epoch, begins_s + self._pace.warm_s
@@ -505,16 +525,6 @@ class RateRegistry(JobRates):
 def series_key(signature: int, device_type: str, phase: str) -> str:
     """Return the key of a series' curve on one type of GPU in one phase."""
     return f"{signature:016x}/{device_type.replace('/', '_')}/{phase}"
-
-
-def _fitted_rate(job: JobRecord, estimate: OptimusEstimate, run: RunCondition, gpus_per_node: int) -> float:
-    """Return the steps/s that the speed model gives for the tasks of a run; NaN without one."""
-    servers, speed = server_role(job.spec), estimate.speed
-    if isinstance(speed, ServerSpeed) and servers is not None and len(run.tasks) == 2:
-        return speed.steps_per_second(run.tasks[servers], run.tasks[1 - servers])
-    if isinstance(speed, AllReduceModel) and run.gpus:
-        return 1.0 / speed.step_s(run.gpus, -(-run.gpus // max(1, gpus_per_node)), 1.0 / run.gpus)
-    return math.nan
 
 
 def _is_running(job: JobRecord, gang: Gang | None) -> bool:

@@ -15,6 +15,9 @@ from typing import Final
 from ganger.job_state import JobState
 
 from ganger_master.core.job_model import JobRecord
+from ganger_master.estimators.server_speed import ServerSpeed
+from ganger_master.estimators.speed import AllReduceModel
+from ganger_master.planner.job_measurements import RunCondition, server_role
 from ganger_master.policies.optimus_sizes import OptimusEstimate
 
 # Nine of ten values of a normal distribution are within so many deviations.
@@ -54,6 +57,16 @@ def remaining_time(
     low_s = max(0.0, min(estimate.low, estimate.steps_left) / (rate * (1.0 + spread)) - _AROUND_S)
     high_s = max(estimate.high, estimate.steps_left) / (rate * (1.0 - spread)) + _AROUND_S
     return RemainingTime(number, value_s, low_s, high_s, estimate.is_young)
+
+
+def fitted_rate(job: JobRecord, estimate: OptimusEstimate, run: RunCondition, gpus_per_node: int) -> float:
+    """Return the steps/s that the speed model gives for the tasks of a run; NaN without one."""
+    servers, speed = server_role(job.spec), estimate.speed
+    if isinstance(speed, ServerSpeed) and servers is not None and len(run.tasks) == 2:
+        return speed.steps_per_second(run.tasks[servers], run.tasks[1 - servers])
+    if isinstance(speed, AllReduceModel) and run.gpus:
+        return 1.0 / speed.step_s(run.gpus, -(-run.gpus // max(1, gpus_per_node)), 1.0 / run.gpus)
+    return math.nan
 
 
 @dataclass(frozen=True, slots=True)

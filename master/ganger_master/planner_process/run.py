@@ -71,7 +71,8 @@ _FAILED_MOST: Final = 3
 _REPORT_S: Final = 3.0
 # Longest sleep, because clocks may be set.
 _LONGEST_SLEEP_S: Final = 60.0
-# Seconds between notes of measurements; decisions are noted at once. `_NOTE_REST`: notes take a fiftieth of a core.
+# Seconds between notes of measurements; decisions are noted at once. `_NOTE_REST`: notes, and reports of remaining
+# times, take a fiftieth of a core each.
 _NOTE_S: Final = 10.0
 _NOTE_REST: Final = 50.0
 
@@ -330,10 +331,12 @@ class Planner:
         loop = await self._known_loop()
         if not loop.policy.has(ResizeByOptimus):
             await asyncio.Future()
+        took_s = 0.0
         while True:
-            await asyncio.sleep(_REPORT_S)
-            now = self._mirror.now
+            await asyncio.sleep(max(_REPORT_S, _NOTE_REST * took_s))
+            began, now = time.perf_counter(), self._mirror.now
             found, calibration = loop.remaining(now)
+            took_s = time.perf_counter() - began
             if found:
                 remaining_times = remaining_times_to_wire(found, calibration, now)
                 await scheduling.ProposePlan(scheduling_pb2.Plan(remaining_times=remaining_times))

@@ -285,13 +285,15 @@ UNKNOWN_EPOCHS = 20.0
 @dataclass(frozen=True, slots=True)
 class OptimusEstimate:
     """The estimate of a job. `steps_left`: NaN if its speed is unknown, with its range; `is_young`: it is not predicted
-    well. `speed`: by GPUs, or by servers and workers."""
+    well. `speed`: by GPUs, or by servers and workers. `tried`: GPUs, or workers, and servers of which the rate was
+    measured; None: the job needs no trials."""
 
     steps_left: float = math.nan
     is_young: bool = True
     speed: AllReduceModel | ServerSpeed | None = None
     low: float = 0.0
     high: float = math.inf
+    tried: tuple[tuple[int, int], ...] | None = None
 
 
 NOTHING = OptimusEstimate()
