@@ -2,11 +2,11 @@
 
 | measured | speed by tasks | losses |
 |---|---|---|
-| constant | more tasks do not help: it keeps one of each kind | it has converged, or never does: a guess |
-| worse and worse | more tasks hurt: it keeps one of each kind | it does not converge: a guess |
+| constant | more tasks do not help: it keeps one of each kind | it has converged: one epoch more |
+| worse and worse | more tasks hurt: it keeps one of each kind | one epoch more, without a bound |
 | not a number | no speed: it keeps what it begins with | no estimate: a guess |
 | one point | met; elsewhere a guess within a factor of the tasks | no estimate: a guess |
-| noise | finite and above zero everywhere | at least the losses seen so far count |
+| noise | finite and above zero everywhere | one epoch more, without a bound |
 """
 
 from __future__ import annotations
