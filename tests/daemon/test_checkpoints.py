@@ -333,6 +333,16 @@ def test_each_rank_starts_from_a_shard_of_its_role_where_the_tasks_of_roles_have
         restore_plan(desired, tmp_path, LocalPart((0,), (1,), 7, False, roles={"ps": 3, "worker": 4}))
 
 
+def test_shards_belong_to_roles_in_the_order_of_the_job_whatever_their_names(tmp_path: Path) -> None:
+    make(tmp_path / UID / "checkpoints", 9, world=3, roles={"worker": 2, "ps": 1})
+    desired = agent_pb2.DesiredGang(job_uid=UID, restore=agent_pb2.Restore(checkpoint_path="checkpoints/9-1", step=9))
+    desired.spec.roles.extend([resources_pb2.Role(name="worker", tasks=2), resources_pb2.Role(name="ps", tasks=2)])
+    part = LocalPart((0, 1, 2, 3), (0,) * 4, 4, True, roles={"worker": 2, "ps": 2})
+    plan = restore_plan(desired, tmp_path, part)
+    found = [source_of(plan, rank, role_place(desired.spec, part, rank)) for rank in range(4)]
+    assert [(one["rank"], one["first"]) for one in found] == [(0, 0), (1, 0), (2, 2), (2, 2)]
+
+
 @pytest.mark.parametrize("roles", [None, {"server": 1, "worker": 1}])
 def test_a_checkpoint_of_other_roles_is_not_started_from(tmp_path: Path, roles: dict[str, int] | None) -> None:
     make(tmp_path / UID / "checkpoints", 9, roles=roles)

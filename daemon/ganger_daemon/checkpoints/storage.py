@@ -114,7 +114,7 @@ class Manifest(msgspec.Struct, frozen=True, gc=False):
     epoch: int | None = None
     job_uid: str = ""
     time: float = 0.0
-    # The tasks of each role in the order of the ranks, of a job in which these numbers may change; else empty.
+    # The tasks of each role, of a job in which these numbers may change; else empty. Not in the order of the ranks.
     roles: dict[str, int] = {}
 
     @property

@@ -236,14 +236,16 @@ def restore_plan(
             raise LaunchRefusedError(f"checkpoint {path} cannot be read now: {found.why}")
         left = _on_storage(desired, storage, nodes)
         raise StateUnreadableError(f"checkpoint {path} cannot be restored: {found.why}", left)
-    may_differ = desired.spec.gpus_max > 0 or (part.roles and found.roles.keys() == part.roles.keys())
+    # A manifest has its keys sorted; ranks are numbered in the order of the job's roles.
+    roles = {name: found.roles[name] for name in part.roles} if found.roles.keys() == part.roles.keys() else {}
+    may_differ = desired.spec.gpus_max > 0 or roles
     if found.step < desired.restore.step or not (found.world == part.world or may_differ):
         is_of = f"is of step {found.step} and {counted(found.world, 'rank')}"
         text = f"checkpoint {path} {is_of}, not of {desired.restore.step} and {part.world}"
         raise StateUnreadableError(text, _on_storage(desired, storage, nodes))
     own = path / shard_name(part.ranks[0] % found.world)
     kind = "checkpoint" if facts_of(own) is None else "image"
-    return RestorePlan(kind, str(path), found.step, found.world, found.roles if part.roles else {})
+    return RestorePlan(kind, str(path), found.step, found.world, roles)
 
 
 def restore_from_nodes(
