@@ -476,6 +476,16 @@ def test_what_is_fetched_for_an_account_is_its_own(stream: str, fetcher: Fetcher
 
 
 @needs_a_stranger
+def test_process_images_that_a_member_fetches_for_an_account_are_out_of_its_reach(
+    source: Path, stream: str, fetcher: Fetcher
+) -> None:
+    account = Account("stranger", STRANGER, STRANGER, (STRANGER,), "/")
+    (source / UID / "checkpoints").rename(source / UID / "images")
+    part = fetcher.part([stream], UID, "images/7-2", (1,), 2, account)
+    assert {path.stat().st_uid for path in (part.parent, part, *part.iterdir())} == {0}
+
+
+@needs_a_stranger
 def test_a_link_that_an_account_has_put_in_the_place_of_an_unfinished_checkpoint_is_not_followed(
     stream: str, fetcher: Fetcher, tmp_path: Path
 ) -> None:

@@ -146,6 +146,12 @@ def _opened(base: Path, name: str) -> Iterator[int]:
         os.close(descriptor)
 
 
+def _owner_of(path: str, account: Account | None) -> Account | None:
+    """Return whose the files of a checkpoint are; None: this process's, as process images are, for a restore has its
+    rights."""
+    return None if path.startswith(f"{IMAGES}/") else account
+
+
 @contextmanager
 def _as_fetch_errors() -> Iterator[None]:
     """Have what fails on this node's disk raised as FetchError."""
@@ -212,7 +218,7 @@ class Fetcher:
         start, fetched and verified in the same way. It counts as no copy of the checkpoint.
 
         A world of another size than the one that saved may read all shards. Blocks. Raises FetchError."""
-        final = self._final(job_uid, path)
+        final, owner = self._final(job_uid, path), _owner_of(path, account)
         unfinished = final.with_name(f"{final.name}.tmp")
         with _lock_of(final), _as_fetch_errors():
             if isinstance(verify(final, ranks), Manifest):
@@ -223,11 +229,11 @@ class Fetcher:
                 # What a member has saved there need not be fetched.
                 os.mkdir(unfinished.name, 0o700, dir_fd=parent)
             with _opened(self.directory, f"{place}/{unfinished.name}") as parent:
-                if account is not None and os.fstat(parent).st_uid == os.geteuid():
-                    os.fchown(parent, account.uid, account.gid)
+                if owner is not None and os.fstat(parent).st_uid == os.geteuid():
+                    os.fchown(parent, owner.uid, owner.gid)
                 self._from_any(
                     streams,
-                    lambda stream: self._fill(stream, job_uid, path, unfinished, parent, account, (ranks, world)),
+                    lambda stream: self._fill(stream, job_uid, path, unfinished, parent, owner, (ranks, world)),
                 )
             remove_before(unfinished)
             return unfinished
@@ -257,8 +263,7 @@ class Fetcher:
             pause_s = min(_PAUSE_MOST_S, 2 * pause_s)
 
     def _whole(self, streams: Sequence[str], job_uid: str, path: str, account: Account | None) -> Manifest:
-        # Process images are this process's, whose rights a restore has.
-        owner = None if path.startswith(f"{IMAGES}/") else account
+        owner = _owner_of(path, account)
         (self.directory / INCOMING).mkdir(mode=0o700, exist_ok=True)
         incoming = Path(tempfile.mkdtemp(prefix=f"{job_uid}-", dir=self.directory / INCOMING))
         # By its final name it is verified: epoch and step are part of it.
