@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from contextlib import ExitStack
 from unittest.mock import patch
 
 import pytest
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 from kit import naive_placement as naive
 from kit.busy import shapes, views
 from kit.clusters import cluster, gang, server
+from kit.histories import CHANGES, History
 from msgspec.structs import replace
 
 NAMES = sorted(PLACEMENTS)
@@ -160,6 +162,29 @@ def test_room_follows_a_view_that_others_change(view: View, gangs: list[GangShap
                     view.set_available(name, bool(often % 2))
         room.follow()
         assert_index_is_that_of_a_new_room(room)
+
+
+_EXCLUDED = st.sets(st.sampled_from(["s0", "s1", "s2", "s3", "n1"]), max_size=4)
+
+
+@settings(max_examples=100)
+@given(st.lists(CHANGES, max_size=8), st.lists(st.tuples(_EXCLUDED, st.lists(CHANGES, max_size=4)), max_size=3), shapes)
+def test_nodes_that_were_excluded_are_found_again_as_they_are_by_then(
+    before: list[tuple[str, int]], inside: list[tuple[set[str], list[tuple[str, int]]]], shape: GangShape
+) -> None:
+    """Exclusions lie in each other, and what changes meanwhile is followed."""
+    history = History(cluster(4))
+    for what, at in before:
+        history.change(what, at, shape)
+    room = CapacityIndex(history.view)
+    with ExitStack() as stack:
+        for names, changes in inside:
+            stack.enter_context(room.excluding(names))
+            for what, at in changes:
+                history.change(what, at, shape)
+                room.follow()
+    room.follow()
+    assert_index_is_that_of_a_new_room(room)
 
 
 def assert_index_is_that_of_a_new_room(room: CapacityIndex) -> None:

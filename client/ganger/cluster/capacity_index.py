@@ -151,12 +151,16 @@ class CapacityIndex:
         finally:
             if entries:
                 self._passed_over.clear()
-            seen_at, changed_at = self._seen_at, self.view.journal.changed_at
+            available, changed_at = self.view.available, self.view.journal.changed_at
             for alike, slots in entries.items():
-                if any(self._alike[slot] is not None or seen_at[slot] != changed_at[slot] for slot in slots):
-                    self._all_changed(slots)
-                else:
+                # Others have changed meanwhile. One that was followed and takes no gang any more has no entry, either.
+                if all(
+                    self._alike[slot] is None and available[slot] and self._seen_at[slot] == changed_at[slot]
+                    for slot in slots
+                ):
                     self._put(slots, together(slots, len(self._alike)), None, alike)
+                else:
+                    self._all_changed(slots)
 
     def query(self, shape: GangShape) -> FeasibilityQuery:
         """Return the query of a shape, which remembers its answers for each class of equal nodes."""
