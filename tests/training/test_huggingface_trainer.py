@@ -160,6 +160,21 @@ def test_a_stop_that_waits_for_an_epoch_comes_behind_its_evaluation_and_the_seri
     assert (parts / "weights").read_text() == (alone / "weights").read_text()
 
 
+# As version 0.2 saved it.
+WITHOUT_CLOCK = """
+from ganger.training.trainer_run import TrainerRun
+position = TrainerRun.loop_position
+TrainerRun.loop_position = lambda run: {name: value for name, value in position(run).items() if name != "clock"}
+"""
+
+
+def test_a_state_of_a_version_that_knew_no_epochs_goes_on(tmp_path: Path) -> None:
+    path = script(tmp_path, extra=WITHOUT_CLOCK)
+    run_in_parts(tmp_path, path, [tmp_path], [6], agent=True, environment=ALONE)
+    (done,) = [line for line in lines(*logs_of_parts(tmp_path, 2)) if line.startswith("done")]
+    assert done
+
+
 def test_two_ranks_stop_at_the_same_step_and_end_as_if_never_stopped(tmp_path: Path) -> None:
     alone, parts = tmp_path / "alone", tmp_path / "parts"
     two = gang(alone, script(alone, options="ddp_backend='gloo'"), [alone], managed=False)

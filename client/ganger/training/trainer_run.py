@@ -161,7 +161,8 @@ class TrainerRun(ReplayedRun):
             if target.get("trainer") != adapter.form:
                 self.control.give_up_restore(f"the state is not one of {adapter.form}")
             self.refuse_reasons(target)
-            self._clock.resume(target["clock"])
+            # Version 0.2 saved none.
+            self._clock.resume(target.get("clock"))
             self.target = target["place"]
 
     @property
