@@ -96,6 +96,56 @@ def test_servers_that_took_over_train_on_as_the_former_ones_would_have() -> None
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
+def test_optimizer_state_follows_its_parameter_into_another_order() -> None:
+    (old,), (new,) = servers(1, 1, train=True), servers(1, 2)
+    own = list(new.models["model"].parameters())[::-1]
+    new.optimizers["optimizer"] = torch.optim.AdamW(own, lr=0.2, amsgrad=True)
+    restore_part(new, images([old])(1), images([old]), [1])
+    expected, found = contents([old]), contents([new])
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_servers_without_parameters_take_part() -> None:
+    def idle() -> TrainingObjects:
+        training = TrainingObjects({"model": network(3)}, objects={"seen": torch.tensor([3])})
+        keep_shard(training, [])
+        return training
+
+    old, new = [*servers(1, 1, train=True), idle()], [idle(), *servers(1, 2)]
+    shard = images(old)
+    for number, training in enumerate(new):
+        restore_part(training, shard(1 + number), shard, [1, 2])
+    expected, found = contents(old[:1]), contents(new[1:])
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    # Its own shard has no optimizer.
+    assert new[1].optimizers["optimizer"].param_groups[0]["lr"] == 0.1
+    assert [training.objects["seen"].item() for training in new] == [1, 3]
+
+
+def test_tied_parameters_and_some_without_a_step_keep_their_state() -> None:
+    def server(seed: int, names: list[str]) -> TrainingObjects:
+        torch.manual_seed(seed)
+        model = nn.ModuleDict({"in": nn.Linear(3, 3, bias=False), "mid": nn.Linear(3, 3), "out": nn.Linear(3, 3)})
+        model["out"].weight = model["in"].weight
+        own = [model.get_parameter(name) for name in names]
+        training = TrainingObjects({"model": model}, {"optimizer": torch.optim.Adam(own)})
+        keep_shard(training, own)
+        return training
+
+    old = [server(1, ["in.weight", "mid.bias"]), server(1, ["mid.weight", "out.bias"])]
+    for training in old:
+        first = next(training.models["model"].parameters())
+        first.grad = torch.ones_like(first)
+        training.optimizers["optimizer"].step()
+    new, shard = server(2, ["out.bias", "out.weight", "mid.weight", "mid.bias"]), images(old)
+    restore_part(new, shard(2), shard, [1, 2])
+    expected, found = contents(old), contents([new])
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    tied = dict(new.models["model"].named_parameters(remove_duplicate=False))
+    assert tied["in.weight"] is tied["out.weight"]
+
+
 def test_a_parameter_that_no_server_has_saved_or_that_changed_its_shape_stops_the_start() -> None:
     shard = images(servers(2, 1, train=True))
     (alone,) = servers(1, 2)

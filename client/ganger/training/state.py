@@ -142,9 +142,8 @@ def capture(training: TrainingObjects, position: dict[str, Any]) -> Captured:
         "objects": {name: _encode_object(item, table, name) for name, item in training.objects.items()},
     }
     if training.is_shard:
-        names = parameter_names(training)
-        for name, optimizer in training.optimizers.items():
-            tree["optimizers"][name]["names"] = [names[id(one)] for one in parameters_of(optimizer)]
+        for name, names in optimized_names(training).items():
+            tree["optimizers"][name]["names"] = names
     live = len(table.tensors)
     for kind, items in (("scheduler", training.schedulers), ("scaler", training.scalers)):
         tree[f"{kind}s"] = {name: encode(item.state_dict(), table, f"{kind} {name}") for name, item in items.items()}
@@ -196,12 +195,15 @@ def restored_of(
     return Restored(image.step, rank, world, state["position"], state["random"], unclaimed, notice)
 
 
-def parameter_names(training: TrainingObjects) -> dict[int, str]:
-    """Return the names of all parameters by their id: that of the model, and that in the model."""
-    return {
+def optimized_names(training: TrainingObjects) -> dict[str, list[str]]:
+    """Return the names of each optimizer's parameters, in its order: that of the model, and that in the model."""
+    names = {
         id(parameter): f"{name}.{path}"
         for name, model in training.models.items()
         for path, parameter in unwrapped(model).named_parameters(remove_duplicate=False)
+    }
+    return {
+        name: [names[id(one)] for one in parameters_of(optimizer)] for name, optimizer in training.optimizers.items()
     }
 
 

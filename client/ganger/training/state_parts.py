@@ -20,7 +20,7 @@ from ganger.training.state import (
     TrainingObjects,
     check_names,
     device_for,
-    parameter_names,
+    optimized_names,
     parameters_of,
     restore,
     restored_of,
@@ -104,7 +104,8 @@ def restore_part(
             for path, _ in model.named_parameters(remove_duplicate=False)
         }
         saved = {f"{name}.{path}" for name, kept in image.tree["models"].items() for path in kept["tensors"]}
-        if wanted == saved:
+        saved_names = {name: kept.get("names") for name, kept in image.tree["optimizers"].items()}
+        if wanted == saved and optimized_names(training) == saved_names:
             return restore(training, image, shard)
         gathered = _Gathered(training, wanted)
         for rank in ranks or range(int(image.header["world"])):
@@ -129,10 +130,11 @@ class _Gathered:
         self._models: dict[str, Any] = {name: {"tensors": {}, "gradients": {}, "extra": {}} for name in training.models}
         # By the name of the parameter.
         self._states: dict[str, dict[str, Any]] = {name: {} for name in training.optimizers}
+        # The first one that has parameters of this rank.
+        self._used: OpenImage | None = None
 
     def add(self, image: OpenImage) -> None:
         """Take what this rank keeps from one shard."""
-        check_names(self._training, image.tree)
         tree, read = image.tree, _reader(self._training, image)
         found = set()
         for name, kept in tree["models"].items():
@@ -142,6 +144,11 @@ class _Gathered:
                     self._models[name]["tensors"][path] = decode(tensor, read)
                     if path in kept["gradients"]:
                         self._models[name]["gradients"][path] = decode(kept["gradients"][path], read)
+        if not found:
+            # A shard without parameters has no optimizer.
+            return
+        check_names(self._training, tree)
+        self._used = self._used or image
         for name, optimizer in tree["optimizers"].items():
             for number, values in optimizer["state"]:
                 parameter = optimizer["names"][number]
@@ -150,25 +157,27 @@ class _Gathered:
         self._missing = self._missing - found
 
     def state(self, own: OpenImage) -> dict[str, Any]:
-        """Return the whole state of the rank; what does not belong to parameters is that of its own image."""
+        """Return the whole state of the rank; what does not belong to parameters is that of its own image.
+
+        If that has no optimizer, options of optimizers and schedulers are those of a shard with its parameters."""
         if self._missing:
             raise ValueError(f"the checkpoint's shards do not have {', '.join(sorted(self._missing)[:5])}")
-        read = _reader(self._training, own)
-        names = parameter_names(self._training)
-        optimizers = {}
-        for name, optimizer in self._training.optimizers.items():
-            groups = decode(own.tree["optimizers"][name]["groups"], read)
+        training, names = self._training, optimized_names(self._training)
+        has_all = training.optimizers.keys() <= own.tree["optimizers"].keys()
+        like = own if has_all or self._used is None else self._used
+        read, optimizers = _reader(training, like), {}
+        for name, optimizer in training.optimizers.items():
+            groups = decode(like.tree["optimizers"][name]["groups"], read)
             if len(groups) != len(optimizer.param_groups):
                 raise ValueError(f"optimizer {name} has {len(optimizer.param_groups)} groups, saved with {len(groups)}")
             states = self._states[name]
-            keys = [names[id(parameter)] for parameter in parameters_of(optimizer)]
-            optimizers[name] = {
-                "groups": groups,
-                "state": [[number, states[key]] for number, key in enumerate(keys) if key in states],
-            }
-        rest = decode({**own.tree, "models": {}, "optimizers": {}}, read)
+            state = [[number, states[key]] for number, key in enumerate(names[name]) if key in states]
+            optimizers[name] = {"groups": groups, "state": state}
+        beside = decode({kind: like.tree[kind] for kind in ("schedulers", "scalers")}, read)
+        left_out = dict.fromkeys(("models", "optimizers", "schedulers", "scalers"))
+        rest = decode({**own.tree, **left_out}, _reader(training, own))
         self._check_types()
-        return {**rest, "models": self._models, "optimizers": optimizers}
+        return {**rest, **beside, "models": self._models, "optimizers": optimizers}
 
     def _check_types(self) -> None:
         for name, model in self._training.models.items():
