@@ -10,7 +10,7 @@ from ganger.cluster.resources import Claim, Role, TaskShape, tasks_of
 from ganger.job_state import JobState
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import JobAnswer, PlanAnswer, Refused
-from ganger_master.core.commands import ProposePlan, ResizeJob, SubmitJob, SuspendJob
+from ganger_master.core.commands import ProposePlan, ResizeJob, ResumeJob, SubmitJob, SuspendJob
 from ganger_master.core.elastic import why_not_tasks
 from ganger_master.core.gang_model import GangIntent, ObservedPhase, Outcome, OutcomeKind
 from ganger_master.core.job_model import Checkpoint, SuspendLevel
@@ -180,6 +180,32 @@ def test_a_resize_whose_checkpoint_cannot_be_written_leaves_the_job_as_it_was() 
     job = drive.job(number)
     assert (job.state, job.trouble, job.tasks_chosen) == (JobState.HOLDING, "disk full", ())
     assert drive.state.gangs[job.epoch].intent is GangIntent.RUN
+
+
+def test_a_suspend_of_a_job_that_is_resized_takes_nothing_back() -> None:
+    drive = RoleWorld()
+    number = drive.running(ELASTIC)
+    drive.step(ResizeJob(number, 0, "", (("ps", 3),)))
+    drive.step(SuspendJob(number))
+    gang = drive.state.gangs[drive.job(number).epoch]
+    assert (drive.job(number).state, gang.park_level) == (JobState.SUSPENDED, SuspendLevel.CHECKPOINT)
+    drive.rests(number)
+    drive.step(ResumeJob(number))
+    drive.start(number)
+    assert drive.tasks(number) == (3, 1)
+
+
+def test_a_job_that_is_suspended_while_it_is_resized_keeps_its_size_if_its_checkpoint_cannot_be_written() -> None:
+    drive = RoleWorld()
+    number = drive.running(ELASTIC)
+    drive.step(ResizeJob(number, 0, "", (("ps", 3),)))
+    drive.step(SuspendJob(number, SuspendLevel.CHECKPOINT))
+    gang = drive.state.gangs[drive.job(number).epoch]
+    drive.observe(
+        "n1", replace(drive.report(gang, ObservedPhase.PARKED, 7), level=SuspendLevel.PAUSE, trouble="disk full")
+    )
+    job = drive.job(number)
+    assert (job.state, job.trouble, job.tasks_chosen) == (JobState.HOLDING, "disk full", ())
 
 
 def test_a_plan_resizes_by_a_suspend_and_a_start_with_claims_of_other_numbers() -> None:

@@ -326,8 +326,8 @@ def _stay(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> N
     back = gang.rested_level or (SuspendLevel.PAUSE if gang_orders.is_superseded(state, gang) else SuspendLevel.NONE)
     gang = replace(gang, refused_at=now)
     job = replace(job, revision=job.revision + 1, trouble=trouble)
-    if gang.purpose.goal is Goal.RESIZE:
-        # It keeps the size that it has.
+    if job.spec.has_role_ranges:
+        # It keeps the size that it has, also if its user has suspended it while it was stopped to be resized.
         job = replace(job, gpus_chosen=job.gpus_given, tasks_chosen=job.tasks_given)
     if trouble.startswith(moves.UNSAVEABLE):
         failed = {gang.park_level.name: f"it failed once: {trouble}"}

@@ -90,7 +90,8 @@ def check_suspend(state: State, job: JobRecord, level: SuspendLevel) -> SuspendL
         chosen = next((one for one in possible if offered.offers(one)), None)
         if chosen is None:
             raise _unavailable(job, "any level")
-        return chosen
+        # A stop at a deeper level, as of a job that is resized or preempted, is not taken back.
+        return max(chosen, present)
     if not offered.offers(level):
         raise _unavailable(job, level.name)
     if level is SuspendLevel.PAUSE and gang.epoch in state.gangs.set_of:
