@@ -208,6 +208,17 @@ def test_a_job_that_is_suspended_while_it_is_resized_keeps_its_size_if_its_check
     assert (job.state, job.trouble, job.tasks_chosen) == (JobState.HOLDING, "disk full", ())
 
 
+def test_a_job_whose_daemons_know_no_ranges_of_roles_keeps_its_size() -> None:
+    drive = RoleWorld()
+    drive.capabilities = replace(RESHARDED, resize=True, role_divides=())
+    number = drive.running(ELASTIC)
+    assert "a daemon of its nodes is older than the master" in drive.refusal(number, ps=2)
+    # Once they are upgraded.
+    drive.capabilities = RESHARDED
+    drive.seen(number, drive.job(number).epoch, ObservedPhase.RUNNING)
+    assert drive.step(ResizeJob(number, 0, "", (("ps", 2),))) == JobAnswer(number)
+
+
 def test_a_plan_resizes_by_a_suspend_and_a_start_with_claims_of_other_numbers() -> None:
     drive = RoleWorld()
     number = drive.running(ELASTIC)

@@ -236,6 +236,8 @@ def _learn(state: State, gang: Gang, node: Node, observed: ObservedGang, now: fl
         # What an earlier attempt did in its turn is not for this one to deny.
         common = _common(state.gangs[gang.epoch]).without_turns(job.capabilities.no_turns)
         common = common.without(job.capabilities.withdrawn)
+        if job.spec.has_role_ranges:
+            common = _known_by_role(common, state.gangs[gang.epoch])
         if common != fresh.capabilities:
             fresh = replace(fresh, capabilities=common)
     if observed.progress is not None and ending.is_newer(observed.progress, fresh.progress):
@@ -301,6 +303,16 @@ def _common(gang: Gang) -> Capabilities:
         refused_mechanisms=weakest.refused_mechanisms,
         offload_by=next((capabilities.offload_by for capabilities in known if capabilities.offload_by), ""),
     )
+
+
+def _known_by_role(common: Capabilities, gang: Gang) -> Capabilities:
+    """Return the capabilities of a job with ranges of roles. Daemons of the former release report none by role: they
+    neither record the roles of a checkpoint nor start from one of another number of ranks."""
+    known = [piece.capabilities for piece in gang.pieces if piece.capabilities.known]
+    if not common.starts_at_any_size or all(capabilities.role_divides for capabilities in known):
+        return common
+    missing = {**common.missing, "RESIZE": "a daemon of its nodes is older than the master, and cannot do that"}
+    return replace(common, resize=False, reshard=False, missing=missing)
 
 
 def _stray_of(state: State, node: Node, observed: ObservedGang) -> Stray | None:
