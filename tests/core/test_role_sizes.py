@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from core.drive import ALL_LEVELS, GIB, job_of
-from core.elastic_worlds import World
+from core.elastic_worlds import World, elastic
 from ganger.cluster.placement import candidates
 from ganger.cluster.resources import Claim, Role, TaskShape, tasks_of
 from ganger.job_state import JobState
@@ -217,6 +217,12 @@ def test_a_job_whose_daemons_know_no_ranges_of_roles_keeps_its_size() -> None:
     drive.capabilities = RESHARDED
     drive.seen(number, drive.job(number).epoch, ObservedPhase.RUNNING)
     assert drive.step(ResizeJob(number, 0, "", (("ps", 2),))) == JobAnswer(number)
+
+
+def test_an_only_role_whose_range_is_one_of_gpus_is_resized_by_gpus() -> None:
+    drive = RoleWorld()
+    number = drive.running(elastic(2, 1, 4))
+    assert "it has a range of GPUs: `ganger resize 1 GPUS`" in drive.refusal(number, worker=3)
 
 
 def test_a_plan_resizes_by_a_suspend_and_a_start_with_claims_of_other_numbers() -> None:

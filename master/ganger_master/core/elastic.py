@@ -319,6 +319,8 @@ def check_tasks(state: State, job: JobRecord, wanted: Sequence[tuple[str, int]])
     wanted: (role, number) pairs; other roles keep theirs."""
     names = [role.name for role in job.spec.roles]
     form = " ".join([f"{role.name}={role.tasks}" for role in job.spec.roles if role.tasks_max])
+    if job.spec.is_elastic:
+        raise _refused(job, f"it has a range of GPUs: `ganger resize {job.number} GPUS`")
     if not job.spec.has_role_ranges:
         raise _refused(job, "its roles have no ranges (`tasks: 1:4` in its job file)")
     if not wanted:
