@@ -52,12 +52,15 @@ from grpc.aio import AioRpcError, Metadata
 from kit.accounts import STRANGER, needs_a_stranger
 
 UID, PATH = "5f0c8f6e-8f43-4d0e-9a0b-111111111111", "checkpoints/7-2"
+# Ranks of each node of the gang that saves.
+BY_NODE = [[0], [1]]
 
 
 def published(disk: Path, step: int = 7, epoch: int = 2) -> Path:
     tmp, final = directories(disk, UID, epoch, step)
     shards = write_shards(tmp.parent, step, epoch, 2)
-    publish(str(tmp), str(final), manifest(ShardCollection(2, step).add(step, shards), UID, epoch, 1.0))
+    content = manifest(ShardCollection(2, step).add(step, shards), UID, epoch, 1.0, by_node=BY_NODE)
+    publish(str(tmp), str(final), content)
     return final
 
 
@@ -353,7 +356,7 @@ def test_a_member_fetches_the_shards_of_its_ranks_alone_and_has_no_copy(
     older, newer = (fetcher.directory / UID / "checkpoints" / name for name in ("5-1.tmp", "9-3.tmp"))
     older.mkdir(parents=True)
     newer.mkdir()
-    found = fetcher.part([stream], UID, PATH, (1,), 2, None)
+    found = fetcher.part([stream], UID, PATH, (1,), BY_NODE, None)
     assert sorted(path.name for path in found.iterdir()) == [MANIFEST, "rank-1.shard"]
     assert (found / "rank-1.shard").read_bytes() == (source / UID / PATH / "rank-1.shard").read_bytes()
     assert kept(fetcher.directory) == ()
@@ -363,6 +366,8 @@ def test_a_member_fetches_the_shards_of_its_ranks_alone_and_has_no_copy(
     desired = agent_pb2.DesiredGang(job_uid=UID, epoch=3, spec=job_pb2.JobSpec())
     desired.restore.checkpoint_path, desired.restore.step = PATH, 7
     desired.restore.checkpoint_streams.append(stream)
+    for ranks in BY_NODE:
+        desired.members.add(ranks=ranks)
     member, leader = LocalPart((1,), (2,), 2, leads=False), LocalPart((0,), (1,), 2, leads=True)
     assert restore_from_nodes(desired, fetcher, member, "n2", None).path == str(found)
     # The leader has all of it: a further copy.
@@ -371,8 +376,12 @@ def test_a_member_fetches_the_shards_of_its_ranks_alone_and_has_no_copy(
     assert restore_from_nodes(desired, fetcher, member, "n2", None).path == str(fetcher.directory / UID / PATH)
 
 
-def test_ranks_of_a_world_of_another_size_have_all_shards(stream: str, fetcher: Fetcher) -> None:
-    found = fetcher.part([stream], UID, PATH, (2,), 3, None)
+@pytest.mark.parametrize("by_node", [[[0, 1], [2]], [[1], [0]], [[0, 1], []]])
+def test_ranks_that_are_divided_over_nodes_otherwise_have_all_shards(
+    stream: str, fetcher: Fetcher, by_node: list[list[int]]
+) -> None:
+    """Their number is another one, or a script that shards over the ranks of each node reads shards of others."""
+    found = fetcher.part([stream], UID, PATH, (1,), by_node, None)
     assert sorted(path.name for path in found.iterdir()) == [MANIFEST, "rank-0.shard", "rank-1.shard"]
 
 
@@ -387,10 +396,10 @@ def test_a_shard_that_a_member_has_saved_itself_is_not_fetched(
         return receive(self, stream, request, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Fetcher, "_receive", noted)
-    own = fetcher.part([stream], UID, PATH, (0, 1), 2, None)
+    own = fetcher.part([stream], UID, PATH, (0, 1), BY_NODE, None)
     assert fetched == [f"{PATH}/{MANIFEST}"]
     (own / "rank-1.shard").write_bytes(b"damaged")
-    fetcher.part([stream], UID, PATH, (0, 1), 2, None)
+    fetcher.part([stream], UID, PATH, (0, 1), BY_NODE, None)
     assert fetched[1:] == [f"{PATH}/{MANIFEST}", f"{PATH}/rank-1.shard"]
 
 
@@ -464,10 +473,10 @@ def test_what_is_fetched_for_an_account_is_its_own(stream: str, fetcher: Fetcher
     account = Account("stranger", STRANGER, STRANGER, (STRANGER,), "/")
     os.chmod(fetcher.directory, 0o711)
     fetcher.checkpoint([stream], UID, PATH, account)
-    part = fetcher.part([stream], UID, "checkpoints/7-2", (0,), 2, account)
+    part = fetcher.part([stream], UID, "checkpoints/7-2", (0,), BY_NODE, account)
     assert part.name == "7-2", "the whole one is there"
     remove_tree(part)
-    part = fetcher.part([stream], UID, PATH, (0,), 2, account)
+    part = fetcher.part([stream], UID, PATH, (0,), BY_NODE, account)
     for path in (part.parent, part, *part.iterdir()):
         status = path.stat()
         assert (status.st_uid, status.st_gid, status.st_mode & 0o077) == (STRANGER, STRANGER, 0), path
@@ -481,7 +490,7 @@ def test_process_images_that_a_member_fetches_for_an_account_are_out_of_its_reac
 ) -> None:
     account = Account("stranger", STRANGER, STRANGER, (STRANGER,), "/")
     (source / UID / "checkpoints").rename(source / UID / "images")
-    part = fetcher.part([stream], UID, "images/7-2", (1,), 2, account)
+    part = fetcher.part([stream], UID, "images/7-2", (1,), BY_NODE, account)
     assert {path.stat().st_uid for path in (part.parent, part, *part.iterdir())} == {0}
 
 
@@ -494,7 +503,7 @@ def test_a_link_that_an_account_has_put_in_the_place_of_an_unfinished_checkpoint
     (foreign := tmp_path / "foreign").mkdir()
     (fetcher.directory / UID / "checkpoints" / "7-2.tmp").symlink_to(foreign)
     with pytest.raises(FetchError):
-        fetcher.part([stream], UID, PATH, (0,), 2, account)
+        fetcher.part([stream], UID, PATH, (0,), BY_NODE, account)
     assert not list(foreign.iterdir())
     assert foreign.stat().st_uid == 0
 

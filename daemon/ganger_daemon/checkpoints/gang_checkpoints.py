@@ -8,7 +8,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -65,11 +65,13 @@ Report = Callable[[ShardReport], Awaitable[bool]]
 
 class OnNode(NamedTuple):
     """How checkpoints are kept on the disk of one node. `collect(unfinished, shards)` blocks and fetches shards of
-    other nodes; it raises OSError. `copy(path)` has other nodes keep a copy, and returns them with what went wrong."""
+    other nodes; it raises OSError. `copy(path)` has other nodes keep a copy, and returns them with what went wrong.
+    `by_node`: the ranks of each node of the gang."""
 
     node: str
     collect: Callable[[Path, Collection[Shard]], None]
     copy: Callable[[str], Awaitable[tuple[tuple[str, ...], str]]]
+    by_node: Sequence[Sequence[int]] = ()
 
 
 class GangCheckpoints:
@@ -274,7 +276,8 @@ class GangCheckpoints:
             if self._on_node is not None:
                 self._on_node.collect(tmp, collection.shards.values())
             hit("mid-fsync")
-            content = manifest(collection, self._job_uid, self._epoch, time.time(), self._roles)
+            by_node = () if self._on_node is None else self._on_node.by_node
+            content = manifest(collection, self._job_uid, self._epoch, time.time(), self._roles, by_node)
             self._publish(tmp, final, content)
             hit("after-rename")
         name = CheckpointName(collection.step, self._epoch)

@@ -211,13 +211,14 @@ class Fetcher:
         job_uid: str,
         path: str,
         ranks: tuple[int, ...],
-        world: int,
+        by_node: list[list[int]],
         account: Account | None,
     ) -> Path:
-        """Return a directory on this node's disk with the shards of a checkpoint from which these of `world` ranks
-        start, fetched and verified in the same way. It counts as no copy of the checkpoint.
+        """Return a directory on this node's disk with the shards of a checkpoint from which these ranks start, fetched
+        and verified in the same way. It counts as no copy of the checkpoint.
 
-        A world of another size than the one that saved may read all shards. Blocks. Raises FetchError."""
+        `by_node`: the ranks of each node. If they are divided otherwise than when it was saved, it has all shards: a
+        script may shard its state by the ranks of a node, and reads those of others then. Blocks. Raises FetchError."""
         final, owner = self._final(job_uid, path), _owner_of(path, account)
         unfinished = final.with_name(f"{final.name}.tmp")
         with _lock_of(final), _as_fetch_errors():
@@ -233,7 +234,7 @@ class Fetcher:
                     os.fchown(parent, owner.uid, owner.gid)
                 self._from_any(
                     streams,
-                    lambda stream: self._fill(stream, job_uid, path, unfinished, parent, owner, (ranks, world)),
+                    lambda stream: self._fill(stream, job_uid, path, unfinished, parent, owner, (ranks, by_node)),
                 )
             remove_before(unfinished)
             return unfinished
@@ -289,13 +290,13 @@ class Fetcher:
         directory: Path,
         parent: int,
         owner: Account | None,
-        part: tuple[tuple[int, ...], int] | None,
+        part: tuple[tuple[int, ...], list[list[int]]] | None,
     ) -> Manifest:
         """Fetch the files of a checkpoint into `directory`, open as `parent`, that are not there undamaged, and verify
-        them. `part`: ranks and world of those that start from it; None for all of it."""
+        them. `part`: the ranks that start from it and those of each node; None for all of it."""
         self._file(stream, job_uid, f"{path}/{MANIFEST}", parent, MANIFEST, _MANIFEST_MOST_BYTES, owner)
         manifest = read_manifest(directory)
-        ranks = part[0] if part is not None and part[1] == manifest.world else None
+        ranks = part[0] if part is not None and part[1] == manifest.by_node else None
         wanted = [one for one in sorted(manifest.files.items()) if ranks is None or one[1].rank in ranks]
         if foreign := [name for name, _ in wanted if not _FILE.fullmatch(name)]:
             raise ValueError(f"{MANIFEST} names {foreign[0][:40]!r}, which is no shard")

@@ -8,7 +8,7 @@ import errno
 import heapq
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -116,6 +116,8 @@ class Manifest(msgspec.Struct, frozen=True, gc=False):
     time: float = 0.0
     # The tasks of each role, of a job in which these numbers may change; else empty. Not in the order of the ranks.
     roles: dict[str, int] = {}
+    # Of one on a node's disk: the ranks of each node of the gang that saved it, in the order of the gang.
+    by_node: list[list[int]] = []
 
     @property
     def size_bytes(self) -> int:
@@ -223,7 +225,12 @@ class ShardCollection:
 
 
 def manifest(
-    collection: ShardCollection, job_uid: str, epoch: int, time_s: float, roles: Mapping[str, int] | None = None
+    collection: ShardCollection,
+    job_uid: str,
+    epoch: int,
+    time_s: float,
+    roles: Mapping[str, int] | None = None,
+    by_node: Sequence[Sequence[int]] = (),
 ) -> dict[str, Any]:
     assert collection.complete, "a manifest is written when all shards are there"
     return {
@@ -234,6 +241,7 @@ def manifest(
         "world": collection.world,
         "time": time_s,
         **({"roles": dict(roles)} if roles else {}),
+        **({"by_node": [list(ranks) for ranks in by_node]} if by_node else {}),
         "files": {
             shard_name(shard.rank): {
                 "rank": shard.rank,

@@ -68,6 +68,7 @@ class CheckpointCoordinator(OfGang):
         self._launcher = launcher
         self._replay = ReplayCheck(context, launcher)
         self._tidy_due = False
+        by_node = [list(member.ranks) for member in desired.members]
         self.keeper = GangCheckpoints(
             desired.job_uid,
             desired.epoch,
@@ -78,7 +79,7 @@ class CheckpointCoordinator(OfGang):
             context.wake,
             _names(desired.kept_checkpoints),
             partial(self._host.storage.work.run, within_s=_WORK_S),
-            OnNode(self._host.node, self._collect, self._copy) if self._part.on_nodes else None,
+            OnNode(self._host.node, self._collect, self._copy, by_node) if self._part.on_nodes else None,
             self._part.roles,
         )
         # Daemons of which one is to have a copy of each checkpoint, as the master's newest answer names them.

@@ -253,7 +253,7 @@ def restore_from_nodes(
 ) -> RestorePlan:
     """Return the same for a checkpoint that lies on the disks of nodes: it is fetched to that of `node`, this one,
     first, for `account` where the job runs as one. The leader fetches all of it, and has a further copy then; the
-    others what their ranks start from, which may be all where the tasks of roles change. Blocks. Raises the same
+    others what their ranks start from, which may be all where ranks are divided otherwise. Blocks. Raises the same
     errors."""
     path, uid = desired.restore.checkpoint_path, desired.job_uid
     streams, fetched = desired.restore.checkpoint_streams, None
@@ -261,7 +261,8 @@ def restore_from_nodes(
         if part.leads or part.roles:
             fetcher.checkpoint(streams, uid, path, account)
         else:
-            fetched = fetcher.part(streams, uid, path, part.ranks, part.world, account)
+            by_node = [list(member.ranks) for member in desired.members]
+            fetched = fetcher.part(streams, uid, path, part.ranks, by_node, account)
     except FetchError as error:
         why = f"checkpoint {path} cannot be fetched: {error}"
         if error.is_lasting:
