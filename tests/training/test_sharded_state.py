@@ -74,6 +74,18 @@ def test_a_tensor_that_was_cut_anyhow_comes_back_whole(case: tuple[torch.Tensor,
     assert torch.equal(into, whole)
 
 
+def test_a_tensor_of_one_role_is_not_put_together_from_shards_of_another() -> None:
+    whole = torch.arange(12.0).reshape(6, 2)
+    # Two roles of two ranks with a tensor of the same name.
+    others, shards = _shards(whole + 100, [[3], []]), _shards(whole, [[3], []])
+    world = [*others, *shards]
+    for rank, image in enumerate(world):
+        image.header.update(rank=rank, world=4)
+    into = torch.full_like(whole, 77)
+    reshard(world[3], {0: into}, world.__getitem__, range(2, 4))
+    assert torch.equal(into, whole)
+
+
 def test_shards_that_lack_a_part_are_not_taken_for_the_whole() -> None:
     shards = _shards(torch.arange(12.0).reshape(6, 2), [[2, 4], []])
     # a part that the last rank does not have

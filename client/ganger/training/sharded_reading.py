@@ -11,7 +11,7 @@ torch.distributed is imported only where there is such a tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -140,11 +140,17 @@ def _joined(part: torch.Tensor, saved: dict[str, Any], mesh: Any, placements: An
 # -- another number of ranks
 
 
-def reshard(own: OpenImage, tensors: Mapping[int, torch.Tensor], shard: Callable[[int], OpenImage] | None) -> None:
+def reshard(
+    own: OpenImage,
+    tensors: Mapping[int, torch.Tensor],
+    shard: Callable[[int], OpenImage] | None,
+    ranks: Sequence[int] = (),
+) -> None:
     """Fill `tensors`, by index in the table of `own`, from all shards of its checkpoint.
 
-    `shard` opens that of a rank; None for a state in memory, which is one rank's. Raises ValueError where the shards
-    are not of one state, or lack a part; ImageError, OSError.
+    `shard` opens that of a rank; None for a state in memory, which is one rank's. `ranks`: those with parts of this
+    state, as of one role; none: all. Raises ValueError where the shards are not of one state, or lack a part;
+    ImageError, OSError.
     """
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
@@ -152,7 +158,7 @@ def reshard(own: OpenImage, tensors: Mapping[int, torch.Tensor], shard: Callable
     state = {name: tensors[index].detach() for index, name in wanted.items() if local_part(tensors[index]).numel()}
     pieces = _Pieces(state)
     is_of_all = any("sharded" in own.header["tensors"][index] for index in tensors)
-    for image in _all_shards(own, shard) if is_of_all else [own]:
+    for image in opened_shards(own, shard, ranks) if is_of_all else [own]:
         pieces.add(image)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(state, metadata=pieces.metadata(), is_coordinator=False)
@@ -167,11 +173,14 @@ def reshard(own: OpenImage, tensors: Mapping[int, torch.Tensor], shard: Callable
         raise ValueError(f"the checkpoint's shards do not have all of {', '.join(lacking[:5])}")
 
 
-def _all_shards(own: OpenImage, shard: Callable[[int], OpenImage] | None) -> Iterator[OpenImage]:
+def opened_shards(
+    own: OpenImage, shard: Callable[[int], OpenImage] | None, ranks: Sequence[int] = ()
+) -> Iterator[OpenImage]:
+    """Yield the shards of these ranks, none: of all, of the checkpoint that `own` is of. Raises as `reshard` does."""
     if shard is None:
         way = "only from a checkpoint on storage can another number of ranks take it over"
         raise ValueError(f"the state is sharded over {counted(own.header['world'], 'rank')}, and {way}")
-    for rank in range(int(own.header["world"])):
+    for rank in ranks or range(int(own.header["world"])):
         image = shard(rank)
         if (image.step, image.header["world"], image.header["rank"]) != (own.step, own.header["world"], rank):
             raise ValueError(f"the shard of rank {rank} is of another checkpoint")

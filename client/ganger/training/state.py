@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -162,12 +162,17 @@ def position_of(image: OpenImage) -> dict[str, Any]:
     return position
 
 
-def restore(training: TrainingObjects, image: OpenImage, shard: Callable[[int], OpenImage] | None = None) -> Restored:
+def restore(
+    training: TrainingObjects,
+    image: OpenImage,
+    shard: Callable[[int], OpenImage] | None = None,
+    ranks: Sequence[int] = (),
+) -> Restored:
     """Put the image's state into the script's objects. The random generators are left alone.
 
     `shard` opens the image of any rank of the same checkpoint: parts of sharded tensors are put together from all of
-    them where the number of ranks is another one. Raises StateMismatchError, ImageError, OSError. After an error the
-    objects hold a mixture: the process must end.
+    them, or from those of `ranks`, where the number of ranks is another one. Raises StateMismatchError, ImageError,
+    OSError. After an error the objects hold a mixture: the process must end.
     """
     try:
         saved = decode(image.tree, TensorRef)
@@ -176,7 +181,7 @@ def restore(training: TrainingObjects, image: OpenImage, shard: Callable[[int], 
             dict(_destinations(training, saved, image)),
             dict(_beside_parameters(training, saved)),
             lambda plain, skipped: read_tensors(image, plain, lambda kind: device_for(training, kind), skipped),
-            lambda parts: reshard(image, parts, shard),
+            lambda parts: reshard(image, parts, shard, ranks),
         )
         return restored_of(training, image, decode(image.tree, tensors.__getitem__), tensors.values())
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:

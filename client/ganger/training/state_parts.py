@@ -14,6 +14,7 @@ import torch
 
 from ganger.injob.page_layout import Capability
 from ganger.training.image_io import OpenImage, PieceReader, new_tensor
+from ganger.training.sharded_reading import opened_shards
 from ganger.training.state import (
     Restored,
     StateMismatchError,
@@ -96,7 +97,7 @@ def restore_part(
 
     `ranks`: of the role, in the world that saved; none: all. Raises StateMismatchError, ImageError, OSError."""
     if not training.is_shard or shard is None:
-        return restore(training, image, shard)
+        return restore(training, image, shard, ranks)
     try:
         wanted = {
             f"{name}.{path}"
@@ -106,19 +107,13 @@ def restore_part(
         saved = {f"{name}.{path}" for name, kept in image.tree["models"].items() for path in kept["tensors"]}
         saved_names = {name: kept.get("names") for name, kept in image.tree["optimizers"].items()}
         if wanted == saved and optimized_names(training) == saved_names:
-            return restore(training, image, shard)
+            return restore(training, image, shard, ranks)
         gathered = _Gathered(training, wanted)
-        for rank in ranks or range(int(image.header["world"])):
-            gathered.add(_checked(shard(rank), image, rank))
+        for other in opened_shards(image, shard, ranks):
+            gathered.add(other)
         return restored_of(training, image, gathered.state(image), [])
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
         raise StateMismatchError(f"the saved state does not fit this script: {error}") from error
-
-
-def _checked(image: OpenImage, own: OpenImage, rank: int) -> OpenImage:
-    if (image.step, image.header["world"], image.header["rank"]) != (own.step, own.header["world"], rank):
-        raise ValueError(f"the shard of rank {rank} is of another checkpoint")
-    return image
 
 
 class _Gathered:
