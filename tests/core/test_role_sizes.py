@@ -219,6 +219,24 @@ def test_a_job_whose_daemons_know_no_ranges_of_roles_keeps_its_size() -> None:
     assert drive.step(ResizeJob(number, 0, "", (("ps", 2),))) == JobAnswer(number)
 
 
+def test_a_job_that_does_not_come_back_with_its_new_tasks_can_have_the_former_ones() -> None:
+    drive = RoleWorld()
+    number = drive.running(replace(ELASTIC, max_failures=3))
+    drive.step(ResizeJob(number, 0, "", (("ps", 3), ("worker", 3))))
+    drive.rests(number)
+    drive.start(number)
+    # It has made no loader yet.
+    drive.capabilities = replace(ALL_LEVELS, missing={"RESIZE": "its log says why"})
+    drive.seen(number, drive.job(number).epoch, ObservedPhase.STARTING)
+    drive.fails(number, drive.job(number).epoch)
+    assert drive.step(ResizeJob(number, 0, "", (("ps", 1), ("worker", 1)))) == JobAnswer(number)
+    drive.start(number)
+    assert drive.tasks(number) == (1, 1)
+    # What counts from the first step on is what it reports then.
+    drive.runs(number)
+    assert "its log says why" in drive.refusal(number, ps=2)
+
+
 def test_an_only_role_whose_range_is_one_of_gpus_is_resized_by_gpus() -> None:
     drive = RoleWorld()
     number = drive.running(elastic(2, 1, 4))

@@ -13,7 +13,16 @@ from ganger_master.core import arrays, ending, gang_orders, idle_gpus, node_chec
 from ganger_master.core.colocation import kept_memory_of, residue_of
 from ganger_master.core.commands import Observe, ObservedGang
 from ganger_master.core.events import CopiesNoted, NodeLost
-from ganger_master.core.gang_model import Gang, GangIntent, GangRole, ObservedPhase, Outcome, OutcomeKind, Piece
+from ganger_master.core.gang_model import (
+    Gang,
+    GangIntent,
+    GangPhase,
+    GangRole,
+    ObservedPhase,
+    Outcome,
+    OutcomeKind,
+    Piece,
+)
 from ganger_master.core.job_model import Capabilities, Checkpoint
 from ganger_master.core.node_faults import cordon, note_faults
 from ganger_master.core.node_model import Node, Stray
@@ -237,7 +246,9 @@ def _learn(state: State, gang: Gang, node: Node, observed: ObservedGang, now: fl
         common = _common(state.gangs[gang.epoch]).without_turns(job.capabilities.no_turns)
         common = common.without(job.capabilities.withdrawn)
         if job.spec.has_role_ranges:
-            common = _known_by_role(common, state.gangs[gang.epoch])
+            is_before_steps = gang.phase is GangPhase.STARTING and observed.phase is not ObservedPhase.RUNNING
+            before = job.capabilities if is_before_steps else Capabilities()
+            common = _known_by_role(common, state.gangs[gang.epoch], before)
         if common != fresh.capabilities:
             fresh = replace(fresh, capabilities=common)
     if observed.progress is not None and ending.is_newer(observed.progress, fresh.progress):
@@ -305,9 +316,14 @@ def _common(gang: Gang) -> Capabilities:
     )
 
 
-def _known_by_role(common: Capabilities, gang: Gang) -> Capabilities:
+def _known_by_role(common: Capabilities, gang: Gang, before: Capabilities) -> Capabilities:
     """Return the capabilities of a job with ranges of roles. Daemons of the former release report none by role: they
-    neither record the roles of a checkpoint nor start from one of another number of ranks."""
+    neither record the roles of a checkpoint nor start from one of another number of ranks. `before`: of a job
+    that starts again, those that it had: its script may have made no loader yet."""
+    if before.starts_at_any_size and not common.starts_at_any_size:
+        missing = {level: why for level, why in common.missing.items() if level != "RESIZE"}
+        sizes = {"resize": before.resize, "reshard": before.reshard, "role_divides": before.role_divides}
+        return replace(common, missing=missing, **sizes)
     known = [piece.capabilities for piece in gang.pieces if piece.capabilities.known]
     if not common.starts_at_any_size or all(capabilities.role_divides for capabilities in known):
         return common
