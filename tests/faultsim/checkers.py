@@ -163,11 +163,15 @@ class Oracle:
         self.trainings[uid].deaths += 1
 
     def given_up(self, node: str, silent: float, allowed: float, attempts: Iterable[tuple[str, int]]) -> None:
-        """The master goes on without a node it has not heard for `silent` seconds: more than it must wait. What its
-        attempts (uid, epoch) did since, even by ending well, cannot be told, and they count as dead; all but
-        those a later one has followed."""
+        """The master goes on without a node it has not heard for `silent` seconds: more than it must wait. Its attempts
+        count as dead."""
         if silent <= allowed:
             raise RuleBrokenError(f"{node} is given up after {silent:g} s of silence, {allowed:g} s are allowed")
+        self.unreported(attempts)
+
+    def unreported(self, attempts: Iterable[tuple[str, int]]) -> None:
+        """The master goes on without a report of these attempts (uid, epoch). What they did since, even by ending well,
+        cannot be told, and they count as dead; all but those a later one has followed."""
         for uid, epoch in attempts:
             if epoch >= self.trainings[uid].epoch:
                 self.died(uid)

@@ -389,6 +389,8 @@ class FaultCluster:
             self.oracle.decided_anew(self.state.jobs[int(row.subject.removeprefix("jobs/"))].uid)
         elif row.kind == "restore_settled":
             self.settled_without = frozenset(filter(None, row.message.removeprefix("without ").split(", ")))
+            for node in sorted(self.settled_without):
+                self.oracle.unreported(self._attempts_on(node))
         elif row.kind == "quarantine_ended":
             self.oracle.decided_anew(row.figures["uid"])
         elif row.kind == "checkpoint_complete":
@@ -399,8 +401,10 @@ class FaultCluster:
             silent = self.engine.now - self.daemons[node].last_contact
             # An operator may say so at once.
             allowed = self.master.settings.lost_after_s if row.cause == "clock" else None
-            there = [(ranks.order.uid, of) for (of, on), ranks in self.physics.ranks.items() if on == node]
-            self.oracle.given_up(node, silent, allowed or 0.0, there)
+            self.oracle.given_up(node, silent, allowed or 0.0, self._attempts_on(node))
+
+    def _attempts_on(self, node: str) -> list[tuple[str, int]]:
+        return [(ranks.order.uid, epoch) for (epoch, name), ranks in self.physics.ranks.items() if name == node]
 
     def _on_turns(self, turns: list[GrantedLease]) -> None:
         for turn in turns:

@@ -29,6 +29,15 @@ def test_an_attempt_on_a_node_that_is_given_up_may_go_back_once() -> None:
         oracle.restored("uid-1", 3, 20, from_parked=False)
 
 
+def test_an_attempt_without_whose_report_a_restore_is_settled_may_go_back_although_it_has_ended_well() -> None:
+    oracle = trained(to=60)
+    oracle.rolled_back({1: ("uid-1", 20)})
+    oracle.unreported([("uid-1", 1)])
+    oracle.placed("uid-1", 2)
+    oracle.restored("uid-1", 2, 20, from_parked=False)
+    oracle.stepped("uid-1", 2, 21, [("n2", 0)])
+
+
 def test_a_copy_left_on_a_node_that_is_given_up_lets_nothing_go_back() -> None:
     oracle = trained(to=25)
     oracle.stepped("uid-1", 2, 26, [("n2", 0)])

@@ -170,10 +170,6 @@ def test_storms_that_once_broke_a_rule_break_none(seed: int) -> None:
     run(seed, jobs=6, seconds=120.0)
 
 
-def test_the_source_of_a_move_is_not_adopted_whose_destination_stepped_and_died_without_a_checkpoint() -> None:
-    run(1046, jobs=10, seconds=300.0)
-
-
 @pytest.mark.chaos
 @pytest.mark.parametrize("block", range(30))
 def test_long_storms_of_restores_break_no_rule_and_every_job_ends(block: int) -> None:
