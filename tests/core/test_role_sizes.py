@@ -7,6 +7,7 @@ from core.drive import ALL_LEVELS, GIB, job_of
 from core.elastic_worlds import World, elastic
 from ganger.cluster.placement import candidates
 from ganger.cluster.resources import Claim, Role, TaskShape, tasks_of
+from ganger.injob.page_layout import EXIT_NO_STATE
 from ganger.job_state import JobState
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import JobAnswer, PlanAnswer, Refused
@@ -221,15 +222,20 @@ def test_a_job_whose_daemons_know_no_ranges_of_roles_keeps_its_size() -> None:
 
 def test_a_job_that_does_not_come_back_with_its_new_tasks_can_have_the_former_ones() -> None:
     drive = RoleWorld()
-    number = drive.running(replace(ELASTIC, max_failures=3))
+    number = drive.running(ELASTIC)
     drive.step(ResizeJob(number, 0, "", (("ps", 3), ("worker", 3))))
     drive.rests(number)
     drive.start(number)
     # It has made no loader yet.
     drive.capabilities = replace(ALL_LEVELS, missing={"RESIZE": "its log says why"})
     drive.seen(number, drive.job(number).epoch, ObservedPhase.STARTING)
-    drive.fails(number, drive.job(number).epoch)
+    gang = drive.state.gangs[drive.job(number).epoch]
+    outcome = Outcome(OutcomeKind.FAILED, EXIT_NO_STATE, message="cannot restore: it does not fit")
+    drive.observe("n1", replace(drive.report(gang, ObservedPhase.ENDED), outcome=outcome))
+    drive.observe("n1")
+    assert drive.job(number).state is JobState.SUSPENDED
     assert drive.step(ResizeJob(number, 0, "", (("ps", 1), ("worker", 1)))) == JobAnswer(number)
+    drive.step(ResumeJob(number))
     drive.start(number)
     assert drive.tasks(number) == (1, 1)
     # What counts from the first step on is what it reports then.
