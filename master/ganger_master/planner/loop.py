@@ -34,7 +34,6 @@ from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import OrderStage
 from ganger_master.planner.plan import partition_bounds
 from ganger_master.planner.plan_pace import NONE_EXCLUDED, AnsweredPlan, PlanPace, RefusalBackoff, RoundPace, is_stop
-from ganger_master.planner.remaining_time import NO_FORECASTS, Calibration, RemainingTime
 from ganger_master.policies import (
     Colocate,
     Grow,
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
     # Stages of few policies and their state are slow to import.
     from ganger_master.planner.memory import PlannerMemory
     from ganger_master.planner.rate_registry import JobRates, RateRegistry
+    from ganger_master.planner.remaining_time import Calibration, RemainingTime
 
 # A ranking up to this length is reported at every change, a longer one once per `_RANKING_S`.
 _SHORT_RANKING: Final = 100
@@ -179,10 +179,11 @@ class PlannerLoop:
             if tune is not None and tune.tuning.decides_cores_of(job.shape)
         }
 
-    def remaining(self, now: float) -> tuple[Sequence[RemainingTime], Calibration]:
-        """Return the remaining times of running jobs, where the policy estimates them, and how good ranges were."""
+    def remaining(self, now: float) -> tuple[Sequence[RemainingTime], Calibration] | None:
+        """Return the remaining times of running jobs, where the policy estimates them, and how good ranges were; None
+        without measurements."""
         if self._rates is None or self._room is None:
-            return (), NO_FORECASTS
+            return None
         per_node = capacity_of(self._room.view, self.table).gpus_per_node
         return self._rates.remaining(self.table.running, per_node, now), self._rates.calibration
 

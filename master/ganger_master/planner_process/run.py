@@ -335,10 +335,10 @@ class Planner:
         while True:
             await asyncio.sleep(max(_REPORT_S, _NOTE_REST * took_s))
             began, now = time.perf_counter(), self._mirror.now
-            found, calibration = loop.remaining(now)
+            found = loop.remaining(now)
             took_s = time.perf_counter() - began
-            if found:
-                remaining_times = remaining_times_to_wire(found, calibration, now)
+            if found is not None and found[0]:
+                remaining_times = remaining_times_to_wire(*found, now)
                 await scheduling.ProposePlan(scheduling_pb2.Plan(remaining_times=remaining_times))
 
     # -- notes ---------------------------------------------------------------------------------------------------------
