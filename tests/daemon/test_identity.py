@@ -303,14 +303,14 @@ def test_a_job_does_not_keep_the_blocks_that_it_allocates_behind_the_end_of_its_
     async def story(these: Accounted) -> None:
         daemon = await these.daemon()
         monkeypatch.setattr(daemon.host.logs, "_limit", 1 << 20)
-        words = "fallocate --keep-size --length 64M /dev/stdout; stat -Lc %b /dev/stdout; exec sleep 600"
+        words = "fallocate --keep-size --length 64M /dev/stdout; echo status $?; exec sleep 600"
         gang = these.gang(these.ann, 1, ["/bin/sh", "-c", words])
         await these.made.master.want("n1", gang)
         path = daemon.host.logs.segment_path(gang.job_uid, 0, 1)
         await until(lambda: bool(log_of(these.made.directory, "n1", gang.job_uid, 0, 1)))
         await until(lambda: held_bytes(path) <= 1 << 20)
-        (blocks,) = log_of(these.made.directory, "n1", gang.job_uid, 0, 1)
-        assert int(blocks) * 512 >= 64 << 20
+        # It has had them; the daemon may have taken them back before it could look.
+        assert log_of(these.made.directory, "n1", gang.job_uid, 0, 1) == ["status 0"]
 
     run(story)
 
