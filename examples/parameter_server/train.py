@@ -140,7 +140,7 @@ def work(network, arguments, servers, mesh):
     receive()
     for epoch in job.epochs(arguments.epochs):  # 4
         for images, labels, numbers in loader:
-            before = digest(network)
+            before = digest(network) if arguments.losses and is_first else ""
             loss = criterion(network(images), labels)
             network.zero_grad()
             loss.backward()
