@@ -315,8 +315,8 @@ def groups(widths: Sequence[int], available: int) -> list[range]:
 
 
 def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
-    """Names and values below each other; pairs without a value are left out."""
-    shown = [(name, value) for name, value in pairs if value]
+    """Names and values below each other; pairs without a value are left out. A name may be a user's, as of a role."""
+    shown = [(visible(name), value) for name, value in pairs if value]
     width = max((len(name) for name, _ in shown), default=0)
     for name, value in shown:
         first, *more = visible(value, lines=True).split("\n")

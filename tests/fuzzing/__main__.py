@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import tempfile
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -44,12 +45,18 @@ def tried(decoder: Decoder) -> tuple[int, str]:
     with tempfile.TemporaryDirectory() as place:
         said = Path(place, "said")
         if (child := os.fork()) == 0:
-            with said.open("wb") as file:
-                os.dup2(file.fileno(), 1)
-                os.dup2(file.fileno(), 2)
-            (corpus := Path(place, "corpus")).mkdir()
-            fuzz(decoder, corpus)
-            os._exit(0)
+            try:
+                with said.open("wb") as file:
+                    os.dup2(file.fileno(), 1)
+                    os.dup2(file.fileno(), 2)
+                (corpus := Path(place, "corpus")).mkdir()
+                fuzz(decoder, corpus)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                # Whatever is raised must not leave this block, whose end removes what was said.
+                sys.stderr.flush()
+                os._exit(1)
         _, status = os.waitpid(child, 0)
         text = said.read_text(errors="replace")
     runs = re.search(r"number_of_executed_units: (\d+)", text)

@@ -88,3 +88,14 @@ def test_a_metric_named_by_a_job_moves_no_cursor_in_the_table_of_its_array() -> 
     with redirect_stdout(StringIO()) as screen:
         print_table(["job", "loss\x1b[2J"], [["1", "2"]])
     assert screen.getvalue() == "job  loss\\x1b[2J\n1    2\n"
+
+
+def test_a_role_named_by_a_user_moves_no_cursor_where_a_job_is_shown() -> None:
+    from contextlib import redirect_stdout
+    from io import StringIO
+
+    from ganger.console import print_pairs
+
+    with redirect_stdout(StringIO()) as screen:
+        print_pairs([("command of \x1b[2J", "python"), ("user", "ann")])
+    assert screen.getvalue() == "command of \\x1b[2J  python\nuser                ann\n"
